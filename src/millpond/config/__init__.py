@@ -1,0 +1,1 @@
+"""One strict TOML configuration."""

@@ -1,0 +1,1 @@
+"""State machines without I/O: `advance(now, event)` and `next_plan(now)`."""

@@ -1,0 +1,1 @@
+"""Words of the system. Standard library only; no clock, no I/O, no randomness."""

@@ -1,0 +1,248 @@
+"""What happened. Frozen data that shells feed to state machines with `advance(now_ns, event)`.
+
+Everything in `ALL` may cross a process border (interfaces A.5) and stand in a journal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millpond.core.ids import DpRank, GatewayId, GroupId, RequestId
+from millpond.core.plan import Assign, SequenceEnd
+from millpond.core.request import FinishReason, RequestSpec
+from millpond.core.views import RankView
+
+# --- at a group leader ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The controller gave this group a request."""
+
+    assign: Assign
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Drop a request; unknown ids and old attempts are ignored."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token that a step produced."""
+
+    request_id: RequestId
+    position: int
+    """Index of the token in its sequence, prompt included."""
+    token_id: int
+    logprob: float = 0.0
+    """Natural log of its probability before temperature; 0 when not asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the most likely tokens, best first, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank did in a step."""
+
+    rank: DpRank
+    sampled: tuple[SampledToken, ...] = ()
+    """In plan order; for `num_steps` > 1 step-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """All ranks finished the step."""
+
+    step: int
+    reports: tuple[RankReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSent:
+    """Prefill side: the receiver confirmed every byte of the sequence. The blocks may be freed."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffArrived:
+    """Decode side: every byte is in place and verified, and the first token is known."""
+
+    request_id: RequestId
+    attempt: int
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    """Either side: the transfer will not complete. No thread touches the blocks any more."""
+
+    request_id: RequestId
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffClosed:
+    """Answer to `HandoffClose`: no thread touches the blocks any more."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed with nothing else to say; lets expiries run while idle."""
+
+
+# --- at the controller ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Fixed facts of one rank."""
+
+    rank: DpRank
+    data_address: str
+    """Where its handoff receiver listens; empty for prefill-only ranks."""
+    num_blocks: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUp:
+    """A group leader introduced itself, or re-introduced itself to a restarted controller."""
+
+    group: GroupId
+    incarnation: int
+    """Larger after each restart of the group."""
+    role: str
+    """`prefill`, `decode` or `mixed`."""
+    max_model_len: int
+    max_num_seqs: int
+    ranks: tuple[RankInfo, ...]
+    running: tuple[tuple[RequestId, int], ...] = ()
+    """(request, attempt) it holds; empty for a fresh process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A leader reports its ranks, what ended, and how many requests it can take now.
+
+    The views replace the controller's picture of these ranks; assignments made since are added by the
+    controller itself until the leader's `seen_assigns` counts them.
+    """
+
+    group: GroupId
+    incarnation: int
+    views: tuple[RankView, ...]
+    room: int
+    """Requests this group would pull now; 0 for decode-only groups, which pull by their views."""
+    seen_assigns: int
+    """Assignments of this incarnation that the leader has received so far."""
+    ended: tuple[SequenceEnd, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDown:
+    """A group is gone: its process died, or its lease ran out."""
+
+    group: GroupId
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayUp:
+    """A gateway introduced itself."""
+
+    gateway: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayDown:
+    """A gateway is gone: abort its requests."""
+
+    gateway: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A gateway asks for a sequence to be generated."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A gateway no longer wants a request (client left, stop string found)."""
+
+    request_id: RequestId
+
+
+# --- worker to gateway ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One generated token, worker to gateway. The gateway drops positions it already has and messages
+    of older attempts.
+    """
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    finish: FinishReason | None = None
+    """Set on the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """All tokens of one step for one gateway."""
+
+    group: GroupId
+    tokens: tuple[TokenOut, ...]
+
+
+# --- controller to gateway --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """What a gateway must know about the service. Sent on `GatewayUp` and when it changes."""
+
+    controller_incarnation: int
+    """Changes when the controller restarted: the gateway re-submits what it still waits for."""
+    max_model_len: int
+    """0 while no complete prefill and decode path is up."""
+    is_ready: bool
+
+
+ALL: tuple[type, ...] = (
+    Assigned,
+    Aborted,
+    RankReport,
+    StepDone,
+    HandoffSent,
+    HandoffArrived,
+    HandoffFailed,
+    HandoffClosed,
+    Tick,
+    GroupUp,
+    Fetch,
+    GroupDown,
+    GatewayUp,
+    GatewayDown,
+    Submit,
+    Cancel,
+    TokensOut,
+    ServiceState,
+)

@@ -1,0 +1,219 @@
+"""What to do next. Frozen data that state machines return and shells carry out.
+
+Everything in `ALL` may cross a process border (interfaces A.5) and stand in a journal.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millpond.core.ids import BlockId, DpRank, GroupId, RankRef, RequestId, SlotId
+from millpond.core.request import FinishReason, RequestSpec, SamplingParams
+
+
+class StepKind(StrEnum):
+    """What every rank of a group does in one step."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ReadPath(StrEnum):
+    """Side whose storage NIC loads the hit KV."""
+
+    PREFILL_SIDE = "prefill_side"
+    DECODE_SIDE = "decode_side"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence the engine has not seen yet. Precedes its first chunk or row."""
+
+    request_id: RequestId
+    attempt: int
+    token_ids: array[int]
+    """Known tokens, int32: prompt, then output so far (after a handoff the first sampled token too)."""
+    num_prompt_tokens: int
+    """Leading tokens that are the client's prompt; penalties tell prompt from output by it."""
+    sampling: SamplingParams
+    block_table: tuple[BlockId, ...]
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute tokens `[begin, end)` of a sequence. The table already covers `end`."""
+
+    request_id: RequestId
+    begin: int
+    end: int
+    is_last: bool
+    """The chunk ends at the last known token: its logits are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Compute one token of a sequence and sample the next."""
+
+    request_id: RequestId
+    position: int
+    """Position of the input token = known tokens - 1. The sampled token gets position + 1."""
+    new_blocks: tuple[BlockId, ...]
+    """Blocks to append to the sequence's table before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of one step. All four may be empty: an idle rank of a busy group.
+
+    Order of execution: `forget`, `start`, then chunks or rows.
+    """
+
+    rank: DpRank
+    forget: tuple[RequestId, ...] = ()
+    """Sequences whose blocks and slot were given back; unknown ids are ignored."""
+    start: tuple[SequenceStart, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    rows: tuple[DecodeRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSend:
+    """Prefill side: stream this sequence's KV to the decode rank while it is computed."""
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+    """Local prefill rank that holds the KV."""
+    to: RankRef
+    address: str
+    """Data address of the receiving rank."""
+    num_tokens: int
+    block_table: tuple[BlockId, ...]
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReceive:
+    """Decode side: blocks and slot are allocated; accept this sequence's KV into them."""
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+    num_tokens: int
+    block_table: tuple[BlockId, ...]
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffClose:
+    """Stop sending or receiving for this request. Answered by `HandoffClosed`, after which no thread
+    touches the blocks; only then are they freed.
+    """
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """A sequence ended on this group. `reason` None means it must be re-submitted (preempted, or its
+    handoff failed).
+    """
+
+    request_id: RequestId
+    attempt: int
+    reason: FinishReason | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One step of a DP group: the same kind on every rank.
+
+    Besides the step itself it carries what the shell must start or report: handoffs and endings.
+    `ranks` is empty when there is nothing to compute but something to start or report.
+    """
+
+    step: int
+    kind: StepKind
+    num_steps: int
+    ranks: tuple[RankPlan, ...]
+    sends: tuple[HandoffSend, ...] = ()
+    receives: tuple[HandoffReceive, ...] = ()
+    closes: tuple[HandoffClose, ...] = ()
+    ended: tuple[SequenceEnd, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Controller to leader: this request is yours to prefill, decode or both.
+
+    The prefill leader gets one with `prefill` in its group, the decode leader one with `decode` in
+    its group; a mixed group gets a single one.
+    """
+
+    spec: RequestSpec
+    prefill: RankRef
+    decode: RankRef
+    decode_address: str
+    """Data address of the decode rank."""
+    read_path: ReadPath = ReadPath.PREFILL_SIDE
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOn:
+    """Controller to leader: drop this request and free everything it holds."""
+
+    group: GroupId
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resubmit:
+    """Controller to gateway: this attempt is lost; submit the next one with the token log."""
+
+    request_id: RequestId
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """Controller to gateway: terminal answer for a request that no worker will answer."""
+
+    request_id: RequestId
+    attempt: int
+    reason: FinishReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """What the controller sends next. `gateway` fields are looked up by request at the shell."""
+
+    assigns: tuple[Assign, ...] = ()
+    aborts: tuple[AbortOn, ...] = ()
+    resubmits: tuple[tuple[str, Resubmit], ...] = ()
+    """(gateway id, message)."""
+    ended: tuple[tuple[str, RequestEnded], ...] = ()
+    """(gateway id, message)."""
+
+
+ALL: tuple[type, ...] = (
+    RankPlan,
+    HandoffSend,
+    HandoffReceive,
+    HandoffClose,
+    SequenceEnd,
+    GroupPlan,
+    Assign,
+    AbortOn,
+    Resubmit,
+    RequestEnded,
+    DispatchPlan,
+)

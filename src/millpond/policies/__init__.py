@@ -1,0 +1,1 @@
+"""Pure decisions: frozen views in, choices out. No clock, no I/O."""

@@ -1,0 +1,1 @@
+"""The discrete-event shell around the same state machines that `millpond.serve` drives."""

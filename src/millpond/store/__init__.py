@@ -1,0 +1,1 @@
+"""The pooled, erasure-coded KV store."""
