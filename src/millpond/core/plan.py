@@ -5,12 +5,11 @@ Everything in `ALL` may cross a process border (interfaces A.5) and stand in a j
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
 from millpond.core.ids import BlockId, DpRank, GroupId, RankRef, RequestId, SlotId
-from millpond.core.request import FinishReason, RequestSpec, SamplingParams
+from millpond.core.request import FinishReason, RequestSpec, SamplingParams, TokenIds
 
 
 class StepKind(StrEnum):
@@ -33,7 +32,7 @@ class SequenceStart:
 
     request_id: RequestId
     attempt: int
-    token_ids: array[int]
+    token_ids: TokenIds
     """Known tokens, int32: prompt, then output so far (after a handoff the first sampled token too)."""
     num_prompt_tokens: int
     """Leading tokens that are the client's prompt; penalties tell prompt from output by it."""

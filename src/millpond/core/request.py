@@ -5,12 +5,19 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
 
 from millpond.core.ids import GatewayId, RequestId
 
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]
+else:
+    TokenIds = array  # array.array cannot be subscripted at run time before Python 3.12
+"""Token container of the core: `array('i')`, int32 (interfaces A.1)."""
 
-def token_ids(ids: object = ()) -> array[int]:
-    """Make the token container of the core: `array('i')`, int32 (interfaces A.1)."""
+
+def token_ids(ids: object = ()) -> TokenIds:
+    """Make the token container of the core."""
     return array("i", ids)  # type: ignore[arg-type]
 
 
@@ -88,10 +95,10 @@ class RequestSpec:
     gateway: GatewayId
     reply_to: str
     """ZeroMQ endpoint of the gateway's token socket."""
-    prompt_ids: array[int]
+    prompt_ids: TokenIds
     """int32."""
     sampling: SamplingParams
-    output_ids: array[int] = field(default_factory=token_ids)
+    output_ids: TokenIds = field(default_factory=token_ids)
     """int32."""
     tenant: str = ""
     slo: SloClass = SloClass.SILVER
