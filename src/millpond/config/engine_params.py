@@ -1,0 +1,23 @@
+"""Parameters of the torch engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParams:
+    """What one engine process runs and with how much memory."""
+
+    model: str = "smollm2-135m"
+    """Built-in name (`smollm2-135m`), a GGUF file, or a folder with config.json and safetensors."""
+    dtype: str = "auto"
+    """Type of weights and KV: `bf16`, `fp32`, or `auto` = bf16, which decodes fastest."""
+    numerics: str = "fast"
+    """`fast`, or `exact`: a row's bits do not depend on batch, chunk borders or position in the batch."""
+    kv_memory: int = 288 * 1024 * 1024
+    """Bytes of KV block memory. The default holds 96 blocks of 128 tokens of smollm2-135m in bf16."""
+    max_num_seqs: int = 32
+    """Most sequences that hold memory at once, >= 1."""
+    max_model_len: int = 0
+    """Most tokens of one sequence, prompt and output; 0 = the model's own limit."""
