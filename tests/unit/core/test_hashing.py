@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ ROOT = root_digest(b"model", b"layout", b"tenant", b"cache")
 PRINT_CHAIN = """
 import json, sys
 from array import array
+from itertools import pairwise
 from millpond.core.hashing import HashChain, root_digest
 chain = HashChain(root_digest(b"model", b"layout", b"tenant", b"cache"))
 chain.extend(array("i", range(300)))
@@ -91,7 +93,7 @@ def test_chain_does_not_depend_on_the_split_into_calls(
     whole, pieces = HashChain(ROOT), HashChain(ROOT)
     whole.extend(array("i", tokens), keys)
     borders = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         pieces.extend(array("i", tokens[begin:end]), [key for key in keys if begin <= key.position < end])
     assert pieces.digests == whole.digests
     assert pieces.growing_digest() == whole.growing_digest()
