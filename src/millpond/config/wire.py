@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from millpond.core import events, plan
 from millpond.core.errors import DataError, WireVersionMismatch
+from millpond.core.request import TokenIds
 from millpond.core.units import MIB
 
 WIRE_VERSION = 1
@@ -26,15 +27,18 @@ TOKEN_ID_BYTES = 4
 
 
 def _encode_array(value: object) -> bytes:
-    if not isinstance(value, array) or value.typecode != "i":
+    if not isinstance(value, array):
         raise NotImplementedError(f"no wire form for {type(value).__name__}")
+    ids = cast("TokenIds", value)
+    if ids.typecode != "i":
+        raise NotImplementedError(f"token ids must be array('i'), not array({ids.typecode!r})")
     if sys.byteorder == "big":
-        value = array("i", value)
-        value.byteswap()
-    return value.tobytes()
+        ids = ids[:]
+        ids.byteswap()
+    return ids.tobytes()
 
 
-def _decode_array(kind: type, value: object) -> array[int]:
+def _decode_array(kind: type, value: object) -> TokenIds:
     if kind is not array or not isinstance(value, bytes) or len(value) % TOKEN_ID_BYTES:
         raise ValueError("token ids must be int32 bytes")
     ids = array("i")
