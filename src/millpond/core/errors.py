@@ -136,5 +136,5 @@ class ConfigError(MillpondError):
         super().__init__(message, code="config.invalid", param=param)
 
 
-class InvariantBroken(Exception):  # noqa: N818 - named for what it states
+class InvariantBroken(Exception):
     """A law of the program does not hold. The process reports it and dies."""

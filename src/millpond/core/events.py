@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.core.ids import DpRank, GatewayId, GroupId, RequestId
-from millpond.core.plan import Assign, SequenceEnd
-from millpond.core.request import FinishReason, RequestSpec
+from millpond.core.plan import Assign, SequenceEnd, TokenOut
+from millpond.core.request import RequestSpec
 from millpond.core.views import RankView
 
 # --- at a group leader ------------------------------------------------------------------------
@@ -145,6 +145,8 @@ class Fetch:
     """Requests this group would pull now; 0 for decode-only groups, which pull by their views."""
     seen_assigns: int
     """Assignments of this incarnation that the leader has received so far."""
+    started: tuple[tuple[RequestId, int], ...] = ()
+    """(request, attempt) whose KV is complete on this decode group."""
     ended: tuple[SequenceEnd, ...] = ()
 
 
@@ -186,22 +188,6 @@ class Cancel:
 
 
 # --- worker to gateway ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOut:
-    """One generated token, worker to gateway. The gateway drops positions it already has and messages
-    of older attempts.
-    """
-
-    request_id: RequestId
-    attempt: int
-    position: int
-    token_id: int
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-    finish: FinishReason | None = None
-    """Set on the last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,33 @@ class HandoffClose:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffFinish:
+    """Prefill side: the last chunk is computed and its token sampled; send what is left and finish."""
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One generated token, worker to gateway. The gateway drops positions it already has and messages
+    of older attempts.
+    """
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    """Index of the token in its sequence, prompt included."""
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    finish: FinishReason | None = None
+    """Set on the last token."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceEnd:
     """A sequence ended on this group. `reason` None means it must be re-submitted (preempted, or its
     handoff failed).
@@ -133,8 +160,9 @@ class SequenceEnd:
 class GroupPlan:
     """One step of a DP group: the same kind on every rank.
 
-    Besides the step itself it carries what the shell must start or report: handoffs and endings.
-    `ranks` is empty when there is nothing to compute but something to start or report.
+    Besides the step itself it carries what the shell must start or report first: tokens of the step
+    before, handoffs, endings. `ranks` is empty when there is nothing to compute; then no `StepDone` is
+    due, and `step` is the number that the next real step will have.
     """
 
     step: int
@@ -143,7 +171,12 @@ class GroupPlan:
     ranks: tuple[RankPlan, ...]
     sends: tuple[HandoffSend, ...] = ()
     receives: tuple[HandoffReceive, ...] = ()
+    finishes: tuple[HandoffFinish, ...] = ()
     closes: tuple[HandoffClose, ...] = ()
+    outputs: tuple[tuple[str, TokenOut], ...] = ()
+    """(token socket of the gateway, token)."""
+    started: tuple[tuple[RequestId, int], ...] = ()
+    """(request, attempt) whose KV is complete on this decode rank: prefill is no longer needed."""
     ended: tuple[SequenceEnd, ...] = ()
 
 
@@ -192,8 +225,15 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Introduce:
+    """Controller to leader: I do not know you (I restarted); send `GroupUp`."""
+
+    group: GroupId
+
+
+@dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """What the controller sends next. `gateway` fields are looked up by request at the shell."""
+    """What the controller sends next."""
 
     assigns: tuple[Assign, ...] = ()
     aborts: tuple[AbortOn, ...] = ()
@@ -201,6 +241,7 @@ class DispatchPlan:
     """(gateway id, message)."""
     ended: tuple[tuple[str, RequestEnded], ...] = ()
     """(gateway id, message)."""
+    introduce: tuple[Introduce, ...] = ()
 
 
 ALL: tuple[type, ...] = (
@@ -208,11 +249,14 @@ ALL: tuple[type, ...] = (
     HandoffSend,
     HandoffReceive,
     HandoffClose,
+    HandoffFinish,
+    TokenOut,
     SequenceEnd,
     GroupPlan,
     Assign,
     AbortOn,
     Resubmit,
     RequestEnded,
+    Introduce,
     DispatchPlan,
 )

@@ -1,0 +1,276 @@
+"""The one scheduler object of a DP group, in the process of its rank 0.
+
+    plan = scheduler.next_plan(now)      decide
+    ...                                  the shell carries it out
+    scheduler.advance(now, StepDone)     learn
+
+All ranks take the same kind of step. Events that come while a step runs are held until it is done, so
+nothing a running step touches is freed under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millpond.control.decode_scheduler import DecodeParams, DecodeScheduler
+from millpond.control.kv_allocator import KvAllocator
+from millpond.control.outbox import Outbox
+from millpond.control.prefill_scheduler import PrefillParams, PrefillScheduler
+from millpond.control.rank_state import Key, RankState
+from millpond.control.request_fsm import Signal
+from millpond.core.errors import InvariantBroken
+from millpond.core.events import (
+    Aborted,
+    Assigned,
+    HandoffArrived,
+    HandoffClosed,
+    HandoffFailed,
+    HandoffSent,
+    RankInfo,
+    StepDone,
+    Tick,
+)
+from millpond.core.ids import GroupId, RankRef, RequestId
+from millpond.core.plan import Assign, GroupPlan, RankPlan, StepKind
+from millpond.core.sequence import Sequence, make_sequence
+from millpond.core.units import BLOCK_TOKENS
+from millpond.core.views import RankView
+from millpond.policies.step_vote import StepVoteParams, max_decode_steps, pick_step_kind
+
+
+class GroupRole(StrEnum):
+    """What a group does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    """Both in one scheduler: the unsplit baseline."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupParams:
+    """All that a group's scheduler is parametrised by."""
+
+    prefill: PrefillParams = field(default_factory=PrefillParams)
+    """Prefill half; unused by a decode group."""
+    decode: DecodeParams = field(default_factory=DecodeParams)
+    """Decode half; unused by a prefill group."""
+    vote: StepVoteParams = field(default_factory=StepVoteParams)
+    """How a mixed group chooses its step."""
+
+
+GroupEvent = (
+    Assigned | Aborted | StepDone | HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed | Tick
+)
+
+
+class GroupScheduler:
+    """Scheduler of one group of any role."""
+
+    def __init__(
+        self,
+        group: GroupId,
+        role: GroupRole,
+        ranks: tuple[RankInfo, ...],
+        max_model_len: int,
+        params: GroupParams,
+    ) -> None:
+        """Make the scheduler of an idle group.
+
+        Args:
+            group: Its name.
+            role: What it does.
+            ranks: Memory of each rank.
+            max_model_len: The model's; lowered to what one rank's blocks can hold, so that a sequence that
+                is alone on a rank always has room to finish.
+            params: Parameters.
+        """
+        self.group = group
+        self.role = role
+        self.max_model_len = min([max_model_len, *(info.num_blocks * BLOCK_TOKENS for info in ranks)])
+        self.num_assigns_seen = 0
+        self._params = params
+        self._outbox = Outbox()
+        self._ranks = [
+            RankState(
+                RankRef(group, info.rank),
+                KvAllocator(info.num_blocks, info.num_slots),
+                self._outbox,
+                self.max_model_len,
+            )
+            for info in ranks
+        ]
+        self._prefills = [PrefillScheduler(rank, params.prefill) for rank in self._ranks]
+        self._decodes = [DecodeScheduler(rank, params.decode) for rank in self._ranks]
+        self._step = 0
+        self._decode_steps = 0
+        self._prefill_run = 0
+        self._running: GroupPlan | None = None
+        self._held: list[GroupEvent] = []
+
+    # --- learn -----------------------------------------------------------------------------
+
+    def advance(self, now_ns: int, event: GroupEvent) -> None:
+        """Take in one event. Unknown requests, old attempts and repeats are harmless."""
+        if isinstance(event, StepDone):
+            self._on_step_done(event)
+            held, self._held = self._held, []
+            for late in held:
+                self._apply(late)
+        elif self._running is not None:
+            self._held.append(event)
+        else:
+            self._apply(event)
+
+    def _apply(self, event: GroupEvent) -> None:
+        if isinstance(event, Assigned):
+            self._on_assigned(event.assign)
+        elif isinstance(event, Aborted):
+            self._signal((event.request_id, event.attempt), Signal.ABORT)
+        elif isinstance(event, HandoffSent):
+            self._signal((event.request_id, event.attempt), Signal.SENT)
+        elif isinstance(event, HandoffClosed):
+            self._signal((event.request_id, event.attempt), Signal.CLOSED)
+        elif isinstance(event, HandoffFailed):
+            found = self._find((event.request_id, event.attempt))
+            if found is not None:
+                found[0].end(found[1], Signal.FAIL, None, f"handoff failed: {event.why}")
+        elif isinstance(event, HandoffArrived):
+            found = self._find((event.request_id, event.attempt))
+            if found is not None:
+                self._decodes[self._ranks.index(found[0])].on_arrived(found[1], event.first_token_id)
+
+    def _on_assigned(self, assign: Assign) -> None:
+        self.num_assigns_seen += 1
+        me = assign.prefill if assign.prefill.group == self.group else assign.decode
+        spec = assign.spec
+        for rank in self._ranks:
+            for line in rank.lines.values():
+                for old in [s for s in line.values() if s.spec.request_id == spec.request_id]:
+                    if old.spec.attempt >= spec.attempt:
+                        return
+                    rank.move(old, Signal.ABORT)
+        rank = next((r for r in self._ranks if r.me == me), None)
+        if rank is None:
+            raise InvariantBroken(f"{spec.request_id} was assigned to {me}, which is not in {self.group}")
+        rank.add(make_sequence(assign, me, arrival=self.num_assigns_seen))
+
+    def _on_step_done(self, event: StepDone) -> None:
+        plan = self._running
+        if plan is None or plan.step != event.step or len(event.reports) != len(plan.ranks):
+            raise InvariantBroken(f"{self.group}: step {event.step} is done but {plan and plan.step} runs")
+        self._running = None
+        for rank_plan, report, prefill, decode in zip(
+            plan.ranks, event.reports, self._prefills, self._decodes, strict=True
+        ):
+            if plan.kind is StepKind.PREFILL:
+                prefill.on_step_done(rank_plan.chunks, report.sampled)
+            else:
+                decode.on_step_done(rank_plan.rows, report.sampled)
+
+    def _signal(self, key: Key, signal: Signal) -> None:
+        found = self._find(key)
+        if found is not None:
+            found[0].move(found[1], signal)
+
+    def _find(self, key: Key) -> tuple[RankState, Sequence] | None:
+        for rank in self._ranks:
+            sequence = rank.find(key)
+            if sequence is not None:
+                return rank, sequence
+        return None
+
+    # --- decide ----------------------------------------------------------------------------
+
+    def next_plan(self, now_ns: int, max_steps: int = 1) -> GroupPlan | None:
+        """Return what to do next, or None to park until an event comes.
+
+        A plan with ranks must be answered by `StepDone` before the next one is asked for.
+
+        Args:
+            now_ns: Virtual or monotonic time; unused by the policies so far, part of the contract.
+            max_steps: A plan may span this many decode steps when nothing can change in between. A plan of
+                k steps has the same effect as k plans of one.
+        """
+        if self._running is not None:
+            raise InvariantBroken(f"{self.group}: step {self._running.step} still runs")
+        self._admit()
+        kind = self._pick_kind()
+        ranks: tuple[RankPlan, ...] = ()
+        num_steps = 1
+        if kind is StepKind.DECODE:
+            room = [decode.make_room() for decode in self._decodes]
+            if any(decode.wants_step for decode in self._decodes):
+                num_steps = self._decode_span(max_steps)
+                ranks = tuple(d.plan(r) for d, r in zip(self._decodes, room, strict=True))
+        elif kind is StepKind.PREFILL:
+            ranks = tuple(prefill.plan() for prefill in self._prefills)
+        if not ranks and self._outbox.is_empty:
+            return None
+        plan = self._outbox.seal(self._step, kind or StepKind.DECODE, num_steps, ranks)
+        if ranks:
+            self._running = plan
+            self._step += num_steps
+            self._count(plan.kind, num_steps)
+        return plan
+
+    def _admit(self) -> None:
+        for prefill, decode in zip(self._prefills, self._decodes, strict=True):
+            if self.role is GroupRole.DECODE:
+                decode.admit()
+            else:
+                prefill.admit(decode.reserve_blocks)
+
+    def _pick_kind(self) -> StepKind | None:
+        wants_prefill = tuple(prefill.wants_step for prefill in self._prefills)
+        wants_decode = tuple(decode.wants_step for decode in self._decodes)
+        return pick_step_kind(
+            wants_prefill, wants_decode, self._decode_steps, self._prefill_run, self._params.vote
+        )
+
+    def _decode_span(self, max_steps: int) -> int:
+        span = min([max_steps, *(decode.max_steps(max_steps) for decode in self._decodes)])
+        if self.role is GroupRole.MIXED:
+            span = min(span, max_decode_steps(self._decode_steps, self._params.vote))
+        return span
+
+    def _count(self, kind: StepKind, num_steps: int) -> None:
+        if kind is StepKind.PREFILL:
+            self._decode_steps = 0
+            self._prefill_run += 1
+        else:
+            self._decode_steps += num_steps
+            self._prefill_run = 0
+
+    # --- tell ------------------------------------------------------------------------------
+
+    @property
+    def is_step_running(self) -> bool:
+        """Whether a plan awaits its `StepDone`."""
+        return self._running is not None
+
+    @property
+    def room(self) -> int:
+        """Requests the group would pull now; decode groups pull by their views instead."""
+        if self.role is GroupRole.DECODE:
+            return 0
+        return sum(prefill.room for prefill in self._prefills)
+
+    def views(self) -> tuple[RankView, ...]:
+        """Return the load of every rank."""
+        return tuple(rank.view() for rank in self._ranks)
+
+    def held_requests(self) -> tuple[tuple[RequestId, int], ...]:
+        """Return (request, attempt) of every sequence that is not about to end."""
+        return tuple(
+            (s.spec.request_id, s.spec.attempt)
+            for rank in self._ranks
+            for state, line in rank.lines.items()
+            if state.value != "closing"
+            for s in line.values()
+        )
+
+    def check(self) -> list[str]:
+        """Return violated laws of all ranks; empty when sound."""
+        return [f"{self.group}/{rank.me.rank}: {problem}" for rank in self._ranks for problem in rank.check()]

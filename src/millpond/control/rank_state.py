@@ -1,0 +1,174 @@
+"""All sequences of one rank, by state, with the memory they hold.
+
+`move` is the only way to change a sequence's state, and it carries out what the new state demands:
+ending gives memory back, closing asks the shell to stop the transfer threads first.
+"""
+
+from __future__ import annotations
+
+from millpond.control.kv_allocator import KvAllocator
+from millpond.control.outbox import Outbox
+from millpond.control.request_fsm import Signal, next_state
+from millpond.core.ids import RankRef
+from millpond.core.plan import HandoffClose, SequenceEnd, SequenceStart
+from millpond.core.request import FinishReason
+from millpond.core.sequence import Sequence, SequenceState
+from millpond.core.views import RankView
+
+Key = tuple[str, int]
+
+COMPUTING = (SequenceState.PREFILL, SequenceState.PREFILL_LOCAL)
+HOLDING = (
+    *COMPUTING,
+    SequenceState.SENDING,
+    SequenceState.RECEIVING,
+    SequenceState.RUNNING,
+    SequenceState.CLOSING,
+)
+
+
+class RankState:
+    """Sequences of one DP rank.
+
+    Lines are insertion-ordered, so every walk over them has one order: that in which the sequences
+    entered the state.
+    """
+
+    def __init__(self, me: RankRef, memory: KvAllocator, outbox: Outbox, max_model_len: int) -> None:
+        self.me = me
+        self.memory = memory
+        self.outbox = outbox
+        self.max_model_len = max_model_len
+        self.lines: dict[SequenceState, dict[Key, Sequence]] = {
+            state: {} for state in SequenceState if state is not SequenceState.ENDED
+        }
+        self._kv_tokens = 0
+        self._queued_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.lines[SequenceState.QUEUED][sequence.key] = sequence
+        self._queued_tokens += sequence.num_tokens
+
+    def find(self, key: Key) -> Sequence | None:
+        """Return the sequence of (request, attempt), if this rank has it."""
+        for line in self.lines.values():
+            if key in line:
+                return line[key]
+        return None
+
+    def grant(self, sequence: Sequence, num_tokens: int, signal: Signal) -> None:
+        """Give memory for `num_tokens` and move the sequence on. `memory.fits` must have said OK."""
+        self.memory.grant(sequence, num_tokens)
+        self._kv_tokens += sequence.num_tokens
+        self.move(sequence, signal)
+
+    def start_of(self, sequence: Sequence) -> SequenceStart:
+        """Make the engine's introduction to a sequence and note that it happened."""
+        slot = sequence.kv.slot
+        assert slot is not None  # noqa: S101 - only sequences with memory are started
+        sequence.is_on_engine = True
+        return SequenceStart(
+            request_id=sequence.spec.request_id,
+            attempt=sequence.spec.attempt,
+            token_ids=sequence.token_ids[:],
+            num_prompt_tokens=sequence.spec.num_prompt_tokens,
+            sampling=sequence.spec.sampling,
+            block_table=tuple(sequence.kv.block_table),
+            slot=slot,
+        )
+
+    def set_computed(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Note prefill progress."""
+        self._queued_tokens -= num_computed_tokens - sequence.num_computed_tokens
+        sequence.num_computed_tokens = num_computed_tokens
+
+    def append_token(self, sequence: Sequence, token_id: int) -> None:
+        """Add a sampled token to a sequence that holds memory."""
+        sequence.token_ids.append(token_id)
+        self._kv_tokens += 1
+
+    def move(self, sequence: Sequence, signal: Signal) -> SequenceState:
+        """Apply a signal and do what the new state demands. Returns the new state."""
+        old = sequence.state
+        new = next_state(old, signal)
+        if new is old:
+            return new
+        key = sequence.key
+        del self.lines[old][key]
+        if (old in COMPUTING or old is SequenceState.QUEUED) and new not in COMPUTING:
+            self._queued_tokens -= sequence.num_tokens - sequence.num_computed_tokens
+        sequence.state = new
+        if new in (SequenceState.CLOSING, SequenceState.ENDED) and sequence.is_on_engine:
+            # At once, not when the memory is freed: a new attempt of the same request may start first.
+            self.outbox.forget.setdefault(self.me.rank, []).append(sequence.spec.request_id)
+            sequence.is_on_engine = False
+        if new is SequenceState.ENDED:
+            if sequence.holds_memory:
+                self._kv_tokens -= sequence.num_tokens
+            self.memory.release(sequence)
+            return new
+        if new is SequenceState.CLOSING:
+            self.outbox.closes.append(
+                HandoffClose(sequence.spec.request_id, sequence.spec.attempt, self.me.rank)
+            )
+        self.lines[new][key] = sequence
+        return new
+
+    def refuse(self, sequence: Sequence) -> None:
+        """End a queued sequence that this rank can never hold."""
+        detail = (
+            f"{sequence.num_tokens} tokens do not fit the {self.memory.num_blocks} blocks of {self.me.group}"
+        )
+        self.end(sequence, Signal.FINISH, FinishReason.REFUSED, detail)
+
+    def end(self, sequence: Sequence, signal: Signal, reason: FinishReason | None, detail: str = "") -> None:
+        """Move to an end and tell the controller. None asks for re-submission."""
+        before = sequence.state
+        self.move(sequence, signal)
+        if before not in (SequenceState.CLOSING, SequenceState.ENDED):
+            self.outbox.ended.append(
+                SequenceEnd(sequence.spec.request_id, sequence.spec.attempt, reason, detail)
+            )
+
+    @property
+    def num_holding(self) -> int:
+        """Sequences that hold memory."""
+        return sum(len(self.lines[state]) for state in HOLDING)
+
+    def view(self) -> RankView:
+        """Return the picture that the controller's policies read."""
+        return RankView(
+            rank=self.me.rank,
+            num_seqs=self.num_holding,
+            num_queued=len(self.lines[SequenceState.QUEUED]),
+            queued_tokens=self._queued_tokens,
+            kv_tokens=self._kv_tokens,
+            free_blocks=self.memory.num_free_blocks,
+            free_slots=self.memory.num_free_slots,
+        )
+
+    def check(self) -> list[str]:
+        """Return violated laws of this rank."""
+        problems = self.memory.check()
+        holders = [s for state in HOLDING for s in self.lines[state].values()]
+        blocks = sum(len(s.kv.block_table) for s in holders)
+        memory = self.memory
+        if blocks + memory.num_free_blocks != memory.num_blocks:
+            problems.append(f"{blocks} blocks held + {memory.num_free_blocks} free != {memory.num_blocks}")
+        if len(holders) + memory.num_free_slots != memory.num_slots:
+            problems.append(f"{len(holders)} slots held + {memory.num_free_slots} free != {memory.num_slots}")
+        problems += [f"{s.key} is {s.state.value} without memory" for s in holders if not s.holds_memory]
+        problems += [
+            f"{s.key} is {s.state.value} on line {state.value}"
+            for state, line in self.lines.items()
+            for s in line.values()
+            if s.state is not state
+        ]
+        if sum(s.num_tokens for s in holders) != self._kv_tokens:
+            problems.append(f"kv_tokens is {self._kv_tokens}, should be {sum(s.num_tokens for s in holders)}")
+        waiting = [s for state in (SequenceState.QUEUED, *COMPUTING) for s in self.lines[state].values()]
+        queued = sum(s.num_tokens - s.num_computed_tokens for s in waiting)
+        if queued != self._queued_tokens:
+            problems.append(f"queued_tokens is {self._queued_tokens}, should be {queued}")
+        return problems

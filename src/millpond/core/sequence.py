@@ -1,0 +1,114 @@
+"""A sequence: the growing token list that serves a request, and the resources it holds."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from millpond.core.ids import BlockId, DpRank, RankRef, SlotId
+from millpond.core.plan import Assign
+from millpond.core.request import FinishReason, RequestSpec, token_ids
+
+
+class SequenceState(Enum):
+    """Where a sequence stands on one group. The one transition table is in `control.request_fsm`."""
+
+    QUEUED = "queued"
+    """Assigned; holds nothing."""
+    PREFILL = "prefill"
+    """Holds blocks and slot; chunks are computed and streamed to the decode rank."""
+    PREFILL_LOCAL = "prefill_local"
+    """The same on a mixed group: nobody else touches the blocks."""
+    SENDING = "sending"
+    """Computed; the decode rank has not confirmed every byte yet."""
+    RECEIVING = "receiving"
+    """Decode side: holds blocks and slot; KV is on its way."""
+    RUNNING = "running"
+    """Decoding."""
+    CLOSING = "closing"
+    """Ended, but a transfer thread may still touch the blocks."""
+    ENDED = "ended"
+    """Holds nothing."""
+
+
+@dataclass(slots=True)
+class KvPart:
+    """Memory that a sequence holds on its rank."""
+
+    block_table: list[BlockId] = field(default_factory=list[BlockId])
+    slot: SlotId | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One attempt at one request on one rank of one group.
+
+    `token_ids` holds the prompt, then every output token known here. `num_computed_tokens` are the
+    leading ones whose KV this rank holds.
+    """
+
+    assign: Assign
+    rank: DpRank
+    arrival: int
+    """Order of assignment in this group; ties end here."""
+    token_ids: array[int] = field(default_factory=token_ids)
+    num_computed_tokens: int = 0
+    state: SequenceState = SequenceState.QUEUED
+    kv: KvPart = field(default_factory=KvPart)
+    is_on_engine: bool = False
+    """The engine has been given a `SequenceStart`."""
+
+    @property
+    def spec(self) -> RequestSpec:
+        """The request."""
+        return self.assign.spec
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(request id, attempt)."""
+        return (self.spec.request_id, self.spec.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the client's prompt, those of earlier attempts included."""
+        return len(self.token_ids) - self.spec.num_prompt_tokens
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether blocks or a slot are owned."""
+        return self.kv.slot is not None
+
+    @property
+    def decodes_elsewhere(self) -> bool:
+        """Whether the KV must be handed to another rank."""
+        return self.assign.prefill != self.assign.decode
+
+
+def make_sequence(assign: Assign, me: RankRef, arrival: int) -> Sequence:
+    """Make the sequence of an assignment on rank `me`."""
+    tokens = token_ids(assign.spec.prompt_ids)
+    tokens.extend(assign.spec.output_ids)
+    return Sequence(assign=assign, rank=me.rank, arrival=arrival, token_ids=tokens)
+
+
+def check_finish(sequence: Sequence, token_id: int, max_model_len: int) -> FinishReason | None:
+    """Tell whether `token_id`, just appended, ends the sequence.
+
+    Args:
+        sequence: With `token_id` already counted.
+        token_id: The newest token.
+        max_model_len: Most tokens a sequence may have.
+    """
+    sampling = sequence.spec.sampling
+    num_output = sequence.num_output_tokens
+    if num_output > sampling.min_tokens and token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if num_output >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return None
