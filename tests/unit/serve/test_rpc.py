@@ -77,7 +77,7 @@ def test_an_absent_peer_is_reported_and_counted(network: Network, run_folder: Pa
     with Router(network, f"ipc://{run_folder}/c") as router:
         assert not router.send("nobody", HELLO)
         assert router.num_unsent == 1
-    with Dealer(network, f"ipc://{run_folder}/c", "p0") as dealer:
+    with Dealer(network, f"ipc://{run_folder}/unbound", "p0") as dealer:
         assert not dealer.send(HELLO)
         assert dealer.num_unsent == 1
 
