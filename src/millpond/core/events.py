@@ -212,6 +212,36 @@ class ServiceState:
     is_ready: bool
 
 
+# --- status: never fed to a state machine -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """A group's own counters and gauges, leader to controller, about once a second while they change."""
+
+    group: GroupId
+    incarnation: int
+    pid: int
+    values: tuple[tuple[str, float], ...]
+    """(metric name, value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusQuery:
+    """Asks the controller for its status."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport:
+    """Answer to `StatusQuery`."""
+
+    query_id: int
+    json_text: str
+    """Object with `controller`, `groups`, `queue`; meant for people and metrics, not for decisions."""
+
+
 ALL: tuple[type, ...] = (
     Assigned,
     Aborted,
@@ -231,4 +261,7 @@ ALL: tuple[type, ...] = (
     Cancel,
     TokensOut,
     ServiceState,
+    Telemetry,
+    StatusQuery,
+    StatusReport,
 )
