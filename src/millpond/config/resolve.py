@@ -1,0 +1,121 @@
+"""What spans several fields: checks, and values that follow from others. Runs once, after loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from millpond.config.sections import Config
+from millpond.config.serve_params import SuperviseParams
+from millpond.control.group_scheduler import GroupRole
+from millpond.core.errors import ConfigError
+
+MAX_RUN_DIR_CHARS = 70
+"""A socket's path may have 107 characters, its name within the folder takes up to 36."""
+
+
+def resolve(config: Config) -> Config:
+    """Check what spans several fields and fill in the values that are derived when left empty.
+
+    Raises:
+        ConfigError: The first thing that is wrong.
+    """
+    _check_names(config)
+    _check_groups(config)
+    _check_numbers(config)
+    return dataclasses.replace(config, supervise=_place_folders(config))
+
+
+def _check_names(config: Config) -> None:
+    for table, names in (
+        ("host", [host.name for host in config.hosts]),
+        ("group", [group.name for group in config.groups]),
+        ("storage", [node.name for node in config.storage]),
+        ("tenant", [tenant.name for tenant in config.tenants]),
+    ):
+        for index, name in enumerate(names):
+            # Names become part of socket paths, metric labels and log fields.
+            if not name or not all(char.isalnum() or char in "-_" for char in name):
+                raise ConfigError(
+                    f"{table}[{index}].name = {name!r}: use letters, digits, - and _",
+                    param=f"{table}[{index}].name",
+                )
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{table}: {twice[0]!r} is named twice; names must differ", param=table)
+    known = {host.name for host in config.hosts}
+    for path, name in (
+        *((f"group[{i}].hosts", name) for i, group in enumerate(config.groups) for name in group.hosts),
+        *((f"storage[{i}].host", node.host) for i, node in enumerate(config.storage)),
+        *((f"link[{i}].a", link.a) for i, link in enumerate(config.links)),
+    ):
+        if name not in known:
+            raise ConfigError(
+                f"{path} = {name!r}: no such host; there are {', '.join(sorted(known))}", param=path
+            )
+
+
+def _check_groups(config: Config) -> None:
+    roles = {group.role for group in config.groups}
+    if GroupRole.MIXED not in roles and not {GroupRole.PREFILL, GroupRole.DECODE} <= roles:
+        raise ConfigError(
+            "group: a service needs a prefill and a decode group, or a mixed one; add the missing [[group]]",
+            param="group",
+        )
+    for index, group in enumerate(config.groups):
+        if not group.hosts:
+            raise ConfigError(
+                f"group[{index}].hosts = []: name at least one host", param=f"group[{index}].hosts"
+            )
+    if config.storage:
+        raise ConfigError(
+            "storage: this version has no KV pool yet; remove the [[storage]] tables", param="storage"
+        )
+
+
+def _check_numbers(config: Config) -> None:
+    at_least_one = [
+        ("engine.max_num_seqs", config.engine.max_num_seqs),
+        ("engine.kv_memory", config.engine.kv_memory),
+        ("prefill.max_step_tokens", config.prefill.max_step_tokens),
+        ("prefill.max_held_seqs", config.prefill.max_held_seqs),
+        ("mixed.all_vote_interval", config.mixed.all_vote_interval),
+        ("mixed.any_vote_interval", config.mixed.any_vote_interval),
+        ("mixed.max_prefill_run", config.mixed.max_prefill_run),
+        ("gateway.max_sequences", config.gateway.max_sequences),
+        ("gateway.max_choices", config.gateway.max_choices),
+        ("gateway.max_body_bytes", config.gateway.max_body_bytes),
+    ]
+    for index, group in enumerate(config.groups):
+        at_least_one += [
+            (f"group[{index}].ranks", group.ranks),
+            (f"group[{index}].threads_per_rank", group.threads_per_rank),
+        ]
+    for path, value in at_least_one:
+        if value < 1:
+            raise ConfigError(f"{path} = {value}: must be at least 1", param=path)
+    supervise = config.supervise
+    if supervise.drain_s <= config.gateway.drain_s:
+        raise ConfigError(
+            f"supervise.drain_s = {supervise.drain_s}: must be longer than gateway.drain_s ="
+            f" {config.gateway.drain_s}, or running streams are cut",
+            param="supervise.drain_s",
+        )
+
+
+def _place_folders(config: Config) -> SuperviseParams:
+    supervise = config.supervise
+    run_name = f"millpond-{os.getuid()}-{config.gateway.port}"
+    run_dir = supervise.run_dir or str(Path(tempfile.gettempdir()) / run_name)
+    state_dir = supervise.state_dir or str(Path.home() / ".local" / "state" / "millpond")
+    run_dir, state_dir = (os.path.abspath(os.path.expanduser(path)) for path in (run_dir, state_dir))
+    if len(run_dir) > MAX_RUN_DIR_CHARS:
+        raise ConfigError(
+            f"supervise.run_dir = {run_dir!r}: sockets lie in it, so its path may have {MAX_RUN_DIR_CHARS}"
+            " characters at most; choose a shorter one",
+            param="supervise.run_dir",
+        )
+    return dataclasses.replace(supervise, run_dir=run_dir, state_dir=state_dir)
