@@ -171,6 +171,31 @@ def test_a_row_that_never_arrives_changes_the_text(num_tokens: int) -> None:
     assert target.decode("a", start=(start,)) != [text(prompt, 2)[1]]
 
 
+@pytest.mark.parametrize("block", [0, 1], ids=["full block", "growing block"])
+@pytest.mark.parametrize("row", range(PARAMS.num_layers))
+def test_a_write_that_comes_late_changes_the_text(block: int, row: int) -> None:
+    prompt = list(range(BLOCK_TOKENS + 40))
+    driver = Driver()
+    driver.prefill("a", prompt)
+    assert driver.decode("a") == text(prompt, 2)[1:]
+    victim = driver.tables[RequestId("a")][block]
+    content = bytearray(driver.engine.read_row(victim, row))
+    content[-1] ^= 1
+    driver.engine.write_row(victim, row, memoryview(content))
+    right = text(prompt, 4)[2:]
+    assert all(driver.decode("a") != [expected] for expected in right)
+
+
+def test_a_row_that_arrives_twice_does_no_harm() -> None:
+    prompt = list(range(BLOCK_TOKENS + 40))
+    driver = Driver()
+    driver.prefill("a", prompt)
+    for block in driver.tables[RequestId("a")]:
+        content = bytes(driver.engine.read_row(block, 1))
+        driver.engine.write_row(block, 1, memoryview(content))
+    assert driver.decode("a") == text(prompt, 2)[1:]
+
+
 def test_a_block_that_another_sequence_took_changes_the_text() -> None:
     driver = Driver()
     driver.prefill("a", list(range(200)))
