@@ -73,12 +73,14 @@ def _apply(data: dict[str, Any], override: str) -> str:
         raise ConfigError(f"--set {override}: write section.key=value")
     if keys[0] in TABLE_BY_FIELD.values():
         return _apply_to_table(data, keys, _parse_value(text), override)
-    section, key = keys[0], ".".join(keys[1:])
-    content = data.setdefault(section, {})
-    if not isinstance(content, dict):
-        raise ConfigError(f"{section}: must be a table, [{section}]", param=section)
-    content[key] = _parse_value(text)
-    return f"{section}.{key}"
+    content: object = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        content = cast("dict[str, object]", content).setdefault(key, {})
+        if not isinstance(content, dict):
+            table = ".".join(keys[:depth])
+            raise ConfigError(f"--set {override}: {table} is no table", param=table)
+    cast("dict[str, object]", content)[keys[-1]] = _parse_value(text)
+    return ".".join(keys)
 
 
 def _apply_to_table(data: dict[str, Any], keys: list[str], value: object, override: str) -> str:
@@ -106,16 +108,15 @@ def _parse_value(text: str) -> object:
         return text.strip()
 
 
-def _leaf_paths(data: dict[str, Any]) -> list[str]:
-    paths: list[str] = []
-    for section, content in cast("dict[str, object]", data).items():
-        if isinstance(content, dict):
-            paths += [f"{section}.{key}" for key in cast("dict[str, object]", content)]
-            continue
-        paths += [
-            f"{section}[{index}].{key}" for index, entry in enumerate(_entries(content)) for key in entry
+def _leaf_paths(content: object, prefix: str = "") -> list[str]:
+    """Paths of all values in a nested mapping."""
+    if not isinstance(content, dict):
+        entries = enumerate(_entries(content))
+        return [path for index, entry in entries for path in _leaf_paths(entry, f"{prefix}[{index}]")] or [
+            prefix
         ]
-    return paths
+    items = cast("dict[str, object]", content).items()
+    return [path for key, value in items for path in _leaf_paths(value, f"{prefix}.{key}" if prefix else key)]
 
 
 def _entries(content: object) -> list[dict[str, Any]]:

@@ -36,13 +36,18 @@ def strict_model(record: type) -> type[BaseModel]:
     """Make the model of a frozen dataclass: same fields, strict types, no unknown key, no negative number.
 
     Args:
-        record: Its fields are bool, int, float, str, enums, literals, and tuples of these.
+        record: Its fields are bool, int, float, str, enums, literals, tuples of these, and records.
     """
-    hints = get_type_hints(record, include_extras=True)
+    hints = get_type_hints(record)
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(record):
-        default = ... if item.default is dataclasses.MISSING else item.default
-        fields[item.name] = (_strict_type(item.name, hints[item.name]), default)
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            inner = strict_model(cast("type", hint))
+            fields[item.name] = (inner, Field(default_factory=inner))
+        else:
+            default = ... if item.default is dataclasses.MISSING else item.default
+            fields[item.name] = (_strict_type(item.name, hint), default)
     return create_model(
         record.__name__,
         __config__=ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=()),
@@ -52,7 +57,14 @@ def strict_model(record: type) -> type[BaseModel]:
 
 def make_record(record: type, model: BaseModel) -> Any:
     """Make the record of a model that `strict_model(record)` has checked."""
-    return record(**{item.name: getattr(model, item.name) for item in dataclasses.fields(record)})
+    hints = get_type_hints(record)
+    values = {item.name: getattr(model, item.name) for item in dataclasses.fields(record)}
+    return record(
+        **{
+            name: make_record(hints[name], value) if isinstance(value, BaseModel) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def table_type(field_name: str) -> type:
@@ -121,7 +133,7 @@ def _config_error(record: type, path: str, details: ErrorDetails) -> ConfigError
     key = str(details["loc"][-1]) if details["loc"] else ""
     match details["type"]:
         case "extra_forbidden":
-            problem = f"no such setting; {_suggest(key, [item.name for item in dataclasses.fields(record)])}"
+            problem = f"no such setting; {_suggest(key, _known_keys(record, details['loc'][:-1]))}"
             return ConfigError(f"{param}: {problem}", param=param)
         case "missing":
             return ConfigError(f"{param}: must be given, it has no default", param=param)
@@ -131,6 +143,12 @@ def _config_error(record: type, path: str, details: ErrorDetails) -> ConfigError
             problem = details["msg"].removeprefix("Input should be ").removeprefix("Input ")
             problem = f"must be {problem}"
     return ConfigError(f"{param} = {details['input']!r}: {problem}", param=param)
+
+
+def _known_keys(record: type, path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        record = get_type_hints(record)[str(part)]
+    return [item.name for item in dataclasses.fields(record)]
 
 
 def _suggest(name: str, known: list[str]) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from millpond.config.engine_params import EngineParams
 from millpond.config.gateway_params import GatewayParams, TenantParams
 from millpond.config.serve_params import SuperviseParams
+from millpond.config.synthetic_params import SyntheticParams
 from millpond.config.topology import (
     DEFAULT_GROUPS,
     DEFAULT_HOSTS,
@@ -21,6 +22,7 @@ from millpond.config.topology import (
     StorageSpec,
 )
 from millpond.control.decode_scheduler import DecodeParams
+from millpond.control.dispatcher import DispatchParams
 from millpond.control.prefill_scheduler import PrefillParams
 from millpond.core.errors import ConfigError
 from millpond.policies.step_vote import StepVoteParams
@@ -49,10 +51,12 @@ class Config:
     """
 
     engine: EngineParams = field(default_factory=EngineParams)
+    synthetic: SyntheticParams = field(default_factory=SyntheticParams)
     gateway: GatewayParams = field(default_factory=GatewayParams)
     prefill: PrefillParams = field(default_factory=PrefillParams)
     decode: DecodeParams = field(default_factory=DecodeParams)
     mixed: StepVoteParams = field(default_factory=StepVoteParams)
+    dispatch: DispatchParams = field(default_factory=DispatchParams)
     supervise: SuperviseParams = field(default_factory=SuperviseParams)
     hosts: tuple[HostSpec, ...] = DEFAULT_HOSTS
     groups: tuple[GroupSpec, ...] = DEFAULT_GROUPS

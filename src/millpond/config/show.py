@@ -41,19 +41,28 @@ def show_config(loaded: LoadedConfig) -> str:
     """Write a config as a TOML file that loads to the same config."""
     lines = [f"# digest {loaded.config.digest}"]
     for name in section_types():
-        record = getattr(loaded.config, name)
-        lines += ["", f"[{name}]", *_record_lines(record, name, loaded.origins)]
+        lines += _section_lines(getattr(loaded.config, name), name, loaded.origins)
     for field_name, table in TABLE_BY_FIELD.items():
         for index, record in enumerate(getattr(loaded.config, field_name)):
             lines += ["", f"[[{table}]]", *_record_lines(record, f"{table}[{index}]", loaded.origins)]
     return "\n".join(lines) + "\n"
 
 
+def _section_lines(record: DataclassInstance, path: str, origins: dict[str, Origin]) -> Iterator[str]:
+    yield from ("", f"[{path}]")
+    yield from _record_lines(record, path, origins)
+    for item in dataclasses.fields(record):
+        if dataclasses.is_dataclass(inner := getattr(record, item.name)):
+            yield from _section_lines(cast("DataclassInstance", inner), f"{path}.{item.name}", origins)
+
+
 def _record_lines(record: DataclassInstance, path: str, origins: dict[str, Origin]) -> Iterator[str]:
     docs = field_docs(type(record))
     for item in dataclasses.fields(record):
-        yield from (f"# {line}" for line in textwrap.wrap(docs.get(item.name, ""), COMMENT_WIDTH))
         value = getattr(record, item.name)
+        if dataclasses.is_dataclass(value):
+            continue  # a table of its own, below
+        yield from (f"# {line}" for line in textwrap.wrap(docs.get(item.name, ""), COMMENT_WIDTH))
         origin = origins.get(f"{path}.{item.name}", Origin.DEFAULT)
         size = f", {format_size(value)}" if item.name.endswith(("_bytes", "_memory")) else ""
         yield f"{item.name} = {_toml(value)}  # {origin}{size}"

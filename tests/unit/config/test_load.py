@@ -92,6 +92,19 @@ def test_overrides_reach_into_default_tables():
     assert config.host("h0").dram == 1 << 20
 
 
+def test_records_within_records_are_tables_within_tables(tmp_path: Path):
+    path = tmp_path / "nested.toml"
+    path.write_text("[dispatch.place]\nslack_ratio = 0.5\n")
+    loaded = load_config(path, ["dispatch.place.slack_ratio=0.25"])
+    assert loaded.config.dispatch.place.slack_ratio == 0.25
+    assert "[dispatch.place]" in show_config(loaded)
+    assert "slack_ratio = 0.25  # --set" in show_config(loaded)
+    assert "dispatch.place.slack_rato: no such setting; did you mean 'slack_ratio'?" in refusal(
+        tmp_path, "", "dispatch.place.slack_rato=1"
+    )
+    assert "dispatch.place = 3: must be" in refusal(tmp_path, "[dispatch]\nplace = 3")
+
+
 def test_every_value_has_an_origin(example: Path):
     origins = load_config(example, ["gateway.drain_s=1"]).origins
     assert origins["gateway.port"] is Origin.FILE
