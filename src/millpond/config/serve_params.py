@@ -17,8 +17,6 @@ class SuperviseParams:
     home folder."""
     start_deadline_s: float = 180.0
     """Time in which a new process must report; loading weights is part of it."""
-    lease_s: float = 10.0
-    """A group that was silent for so long is killed and started again."""
     drain_s: float = 35.0
     """Time from SIGTERM until the processes that are still there are killed. Longer than gateway.drain_s."""
     restart_delay_s: float = 0.5

@@ -27,6 +27,7 @@ from millpond.core.plan import (
     DispatchPlan,
     Introduce,
     RequestEnded,
+    RestartGroup,
     Resubmit,
     SequenceEnd,
 )
@@ -131,6 +132,7 @@ class Dispatcher:
         self._resubmits: list[tuple[str, Resubmit]] = []
         self._ended: list[tuple[str, RequestEnded]] = []
         self._introduce: list[Introduce] = []
+        self._restarts: list[RestartGroup] = []
 
     # --- learn -----------------------------------------------------------------------------
 
@@ -297,7 +299,9 @@ class Dispatcher:
         lease_ns = int(self._params.lease_s * SECOND_NS)
         for name, group in list(self._groups.items()):
             if now_ns - group.seen_ns > lease_ns:
-                self._lose_group(now_ns, name, f"silent for {self._params.lease_s} s")
+                why = f"silent for {self._params.lease_s} s"
+                self._restarts.append(RestartGroup(name, group.up.incarnation, why))
+                self._lose_group(now_ns, name, why)
         for gateway, seen_ns in list(self._gateways.items()):
             if now_ns - seen_ns > lease_ns:
                 self._lose_gateway(gateway)
@@ -316,7 +320,8 @@ class Dispatcher:
     def next_plan(self, now_ns: int) -> DispatchPlan | None:
         """Return what to send now, or None."""
         assigns = tuple(self._assign_all(now_ns))
-        if not (assigns or self._aborts or self._resubmits or self._ended or self._introduce):
+        boxes = (self._aborts, self._resubmits, self._ended, self._introduce, self._restarts)
+        if not assigns and not any(boxes):
             return None
         plan = DispatchPlan(
             assigns=assigns,
@@ -324,8 +329,9 @@ class Dispatcher:
             resubmits=tuple(self._resubmits),
             ended=tuple(self._ended),
             introduce=tuple(self._introduce),
+            restarts=tuple(self._restarts),
         )
-        for box in (self._aborts, self._resubmits, self._ended, self._introduce):
+        for box in boxes:
             box.clear()
         return plan
 

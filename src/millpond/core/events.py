@@ -252,6 +252,7 @@ ALL: tuple[type, ...] = (
     HandoffFailed,
     HandoffClosed,
     Tick,
+    RankInfo,
     GroupUp,
     Fetch,
     GroupDown,

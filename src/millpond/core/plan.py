@@ -232,6 +232,15 @@ class Introduce:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartGroup:
+    """Controller to supervisor: this group is silent; kill it and start it anew."""
+
+    group: GroupId
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DispatchPlan:
     """What the controller sends next."""
 
@@ -242,6 +251,7 @@ class DispatchPlan:
     ended: tuple[tuple[str, RequestEnded], ...] = ()
     """(gateway id, message)."""
     introduce: tuple[Introduce, ...] = ()
+    restarts: tuple[RestartGroup, ...] = ()
 
 
 ALL: tuple[type, ...] = (
@@ -258,5 +268,6 @@ ALL: tuple[type, ...] = (
     Resubmit,
     RequestEnded,
     Introduce,
+    RestartGroup,
     DispatchPlan,
 )

@@ -1,0 +1,177 @@
+"""What a child process of the supervisor runs: one role, from the run folder alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from millpond.config.sections import Config
+from millpond.config.topology import GroupSpec
+from millpond.control.dispatcher import Dispatcher
+from millpond.control.group_scheduler import GroupParams, GroupRole, GroupScheduler
+from millpond.core.ids import DpRank, GroupId
+from millpond.serve.controller import Controller
+from millpond.serve.rpc import Dealer, Network, Router, Wakeup
+from millpond.serve.run_folder import RunFolder, control_endpoint
+from millpond.serve.transfer.receiver import HandoffReceiver
+from millpond.serve.transfer.sender import HandoffSender
+from millpond.serve.workers.engines import make_engine
+from millpond.serve.workers.leader import Leader, LeaderIdentity
+from millpond.serve.workers.rank_runner import RankRunner
+from millpond.serve.workers.remote_rank import RemoteRanks, rank_identity, run_rank
+
+PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What the supervisor starts. Travels on the command line."""
+
+    role: str
+    """`gateway`, `controller` or `rank`."""
+    run_dir: Path
+    incarnation: int
+    """Start time in ns: larger after each restart, also across supervisors."""
+    group: str = ""
+    rank: int = 0
+    journal: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in logs and status."""
+        return f"{self.group}-{self.rank}" if self.role == "rank" else self.role
+
+    def arguments(self) -> list[str]:
+        """Command line that runs it."""
+        command = [sys.executable, "-m", "millpond.cli.main", "process", self.role]
+        command += ["--run-dir", str(self.run_dir), "--incarnation", str(self.incarnation)]
+        if self.role == "rank":
+            command += ["--group", self.group, "--rank", str(self.rank)]
+        if self.journal is not None:
+            command += ["--journal", str(self.journal)]
+        return command
+
+
+def run_process(spec: ProcessSpec) -> None:
+    """Run one role until SIGTERM. Raises what breaks it; the supervisor sees the exit status."""
+    _die_with_parent()
+    structlog.contextvars.bind_contextvars(process=spec.name)
+    folder = RunFolder(spec.run_dir)
+    config = folder.load_config()
+    if spec.role == "gateway":
+        from millpond.serve.gateway.process import run_gateway  # noqa: PLC0415 - loads the HTTP stack
+
+        run_gateway(config, folder)
+        return
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    if spec.role == "controller":
+        _run_controller(config, folder, spec, stopping.is_set)
+    else:
+        _run_rank(config, folder, spec, stopping.is_set)
+
+
+def _run_controller(
+    config: Config, folder: RunFolder, spec: ProcessSpec, is_stopping: Callable[[], bool]
+) -> None:
+    groups = frozenset(GroupId(group.name) for group in config.groups)
+    dispatcher = Dispatcher(config.dispatch, groups, time.monotonic_ns())
+    with (
+        Network(folder.load_keys()) as network,
+        Router(network, control_endpoint(config, folder)) as router,
+    ):
+        Controller(dispatcher, router, spec.incarnation).run(is_stopping)
+
+
+def _run_rank(config: Config, folder: RunFolder, spec: ProcessSpec, is_stopping: Callable[[], bool]) -> None:
+    group = config.group(spec.group)
+    wakeup = Wakeup()
+    runner = _make_runner(config, folder, group, DpRank(spec.rank), wakeup.post)
+    try:
+        with Network(folder.load_keys()) as network:
+            if spec.rank == 0:
+                _lead(config, folder, spec, group, runner, wakeup, network, is_stopping)
+            else:
+                endpoint = folder.group_socket(GroupId(group.name))
+                with Dealer(network, endpoint, rank_identity(runner.rank)) as leader:
+                    run_rank(runner, leader, wakeup, is_stopping)
+    finally:
+        runner.stop()
+        wakeup.close()
+
+
+def _lead(
+    config: Config,
+    folder: RunFolder,
+    spec: ProcessSpec,
+    group: GroupSpec,
+    runner: RankRunner,
+    wakeup: Wakeup,
+    network: Network,
+    is_stopping: Callable[[], bool],
+) -> None:
+    name = GroupId(group.name)
+    infos = (runner.info,)
+    router: Router | None = None
+    others: RemoteRanks | None = None
+    if group.ranks > 1:
+        router = Router(network, folder.group_socket(name))
+        others = RemoteRanks(router, tuple(DpRank(rank) for rank in range(1, group.ranks)))
+        infos += others.wait_until_up(config.supervise.start_deadline_s)
+    params = GroupParams(config.prefill, config.decode, config.mixed)
+    scheduler = GroupScheduler(name, group.role, infos, runner.engine.max_model_len, params)
+    identity = LeaderIdentity(spec.incarnation, config.engine.max_num_seqs)
+    with Dealer(network, control_endpoint(config, folder), name) as controller:
+        leader = Leader(identity, scheduler, infos, runner, others, controller, wakeup, network)
+        try:
+            log.info("leader.up", group=name, num_blocks=[info.num_blocks for info in infos])
+            leader.run(is_stopping)
+        finally:
+            leader.close()
+            if router is not None:
+                router.close()
+
+
+def _make_runner(
+    config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank, post: Callable[[object], None]
+) -> RankRunner:
+    engine = make_engine(config, group)
+    token = folder.load_keys().handoff_token
+    sender: HandoffSender | None = None
+    receiver: HandoffReceiver | None = None
+    if group.role is GroupRole.PREFILL:
+        sender = HandoffSender(engine, token, config.transfer, post)
+    elif group.role is GroupRole.DECODE:
+        receiver = HandoffReceiver(
+            engine, _data_address(config, folder, group, rank), token, config.transfer, post
+        )
+    return RankRunner(rank, engine, sender, receiver)
+
+
+def _data_address(config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank) -> str:
+    """Where a decode rank receives: in the run folder if every prefill rank is on its host, else TCP."""
+    host = group.hosts[rank % len(group.hosts)]
+    senders = {name for other in config.groups if other.role is GroupRole.PREFILL for name in other.hosts}
+    if senders <= {host}:
+        return folder.data_socket(GroupId(group.name), rank)
+    return f"tcp:{config.host(host).cnic}:0"
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the supervisor dies, however it dies."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+        raise SystemExit("the supervisor is gone")

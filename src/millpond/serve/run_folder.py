@@ -1,0 +1,124 @@
+"""The run folder: sockets, keys and the resolved config of one running service (mode 700)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from millpond.config.sections import Config, from_json, to_json
+from millpond.core.errors import ConfigError
+from millpond.core.ids import GatewayId, GroupId
+from millpond.serve.keys import ClusterKeys, load_keys, make_keys, make_private_folder
+
+CONTROLLER_SOCKET = "control.sock"
+GATEWAY = GatewayId("gw0")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside the run folder of one service."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def key_file(self) -> Path:
+        """Secrets of the cluster, made anew with each start."""
+        return self.path / "cluster.keys"
+
+    @property
+    def pid_file(self) -> Path:
+        """Process id of the supervisor."""
+        return self.path / "supervisor.pid"
+
+    def socket(self, name: str) -> str:
+        """Endpoint of a host-local ZeroMQ socket."""
+        return f"ipc://{self.path / name}"
+
+    def data_socket(self, group: GroupId, rank: int) -> str:
+        """Address of a rank's handoff receiver on the same host."""
+        return f"unix:{self.path / f'{group}-{rank}.kv'}"
+
+    def token_socket(self) -> str:
+        """Endpoint on which the gateway receives tokens."""
+        return self.socket("gw0.tokens")
+
+    def group_socket(self, group: GroupId) -> str:
+        """Endpoint on which a group's leader waits for its other ranks."""
+        return self.socket(f"{group}.ranks")
+
+    def load_config(self) -> Config:
+        """Read the config that the supervisor wrote."""
+        return from_json(self.config_file.read_bytes())
+
+    def load_keys(self) -> ClusterKeys:
+        """Read the cluster's secrets."""
+        return load_keys(self.key_file)
+
+
+def run_path(config: Config) -> Path:
+    """Return where the run folder of this config lies."""
+    if config.supervise.run_dir:
+        return Path(config.supervise.run_dir)
+    name = str(config.gateway.port or f"pid{os.getpid()}")
+    return Path(tempfile.gettempdir()) / f"millpond-{os.getuid()}-{name}"
+
+
+def make_run_folder(config: Config) -> RunFolder:
+    """Make the folder and fill in config and secrets.
+
+    Raises:
+        ConfigError: A service runs there already, or the folder is not private.
+    """
+    path = run_path(config)
+    make_private_folder(path)
+    folder = RunFolder(path)
+    if folder.pid_file.exists():
+        pid = int(folder.pid_file.read_text() or 0)
+        if pid != os.getpid() and _is_alive(pid):
+            raise ConfigError(
+                f"a service with process id {pid} already runs in {path}", param="supervise.run_dir"
+            )
+    for leftover in path.iterdir():
+        if leftover.is_file() or leftover.is_socket():
+            leftover.unlink()
+    _write_private(folder.pid_file, str(os.getpid()).encode())
+    make_keys(folder.key_file)
+    _write_private(folder.config_file, to_json(config))
+    return folder
+
+
+def control_endpoint(config: Config, folder: RunFolder) -> str:
+    """Return where the controller listens."""
+    if len(config.hosts) == 1:
+        return folder.socket(CONTROLLER_SOCKET)
+    return f"tcp://{config.hosts[0].cnic}:{config.supervise.control_port}"
+
+
+def remove_run_folder(folder: RunFolder) -> None:
+    """Remove the folder and what the service put there."""
+    for leftover in folder.path.iterdir():
+        leftover.unlink()
+    folder.path.rmdir()
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,1 @@
+"""Engine processes: the leader of a group (rank 0) and its other ranks."""
