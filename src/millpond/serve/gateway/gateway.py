@@ -1,0 +1,139 @@
+"""One gateway: its parts, and the life of its calls. HTTP is in `app.py` and `generate.py`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from millpond.config.gateway_params import GatewayParams
+from millpond.core.errors import MillpondError, OverloadError
+from millpond.core.ids import GatewayId, RequestId
+from millpond.core.request import RequestSpec
+from millpond.serve.gateway.admission import Admission
+from millpond.serve.gateway.link import Call, ControllerLink
+from millpond.serve.gateway.metrics import GatewayMetrics
+from millpond.serve.gateway.openai_schema import ChatRequest, CompletionRequest
+from millpond.serve.gateway.served_model import ServedModel
+from millpond.serve.gateway.tenants import Tenant, Tenants
+from millpond.serve.gateway.validate import PreparedCall, decode_body, prepare_chat, prepare_completion
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Time as the gateway reads it."""
+
+    monotonic_ns: Callable[[], int]
+    wall_s: Callable[[], int]
+    """Seconds since 1970."""
+
+
+class Gateway:
+    """One gateway: its parts, and what all calls share.
+
+    Args:
+        gateway: This gateway's name.
+        reply_to: Endpoint of its token socket.
+        params: Limits.
+        model: The served model.
+        link: Way to the service.
+        tenants: Who may call.
+        clocks: Time.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway: GatewayId,
+        reply_to: str,
+        params: GatewayParams,
+        model: ServedModel,
+        link: ControllerLink,
+        tenants: Tenants,
+        clocks: Clocks,
+    ) -> None:
+        self.gateway = gateway
+        self.reply_to = reply_to
+        self.params = params
+        self.model = model
+        self.link = link
+        self.tenants = tenants
+        self.clocks = clocks
+        self.admission = Admission(params, clocks.monotonic_ns, lambda: link.num_waiting_tokens)
+        self.metrics = GatewayMetrics(link, model.names[0])
+        self.is_draining = False
+        self._calls: set[Call] = set()
+        self.started_s = clocks.wall_s()
+        self._chat = msgspec.json.Decoder(ChatRequest)
+        self._completion = msgspec.json.Decoder(CompletionRequest)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are being answered."""
+        return len(self._calls)
+
+    def start_draining(self) -> None:
+        """Refuse new calls from now on; running ones go on."""
+        self.is_draining = True
+
+    def abort_calls(self, error: MillpondError) -> None:
+        """End all running calls with an error."""
+        for call in tuple(self._calls):
+            call.fail(error)
+
+    def check_open(self) -> None:
+        """Refuse a call that cannot be served now, before any work.
+
+        Raises:
+            OverloadError: Draining, or no complete path through the workers.
+        """
+        retry_after_s = self.params.retry_after_s
+        if self.is_draining:
+            raise OverloadError(
+                "the service is shutting down", code="service.draining", retry_after_s=retry_after_s
+            )
+        if not self.link.is_ready:
+            raise OverloadError("no workers are ready", code="service.not_ready", retry_after_s=retry_after_s)
+
+    def prepare(self, body: bytes, *, is_chat: bool) -> PreparedCall:
+        """Parse and check a body. May take long for a long prompt; safe in a thread."""
+        seed = secrets.randbelow(2**63)
+        max_model_len = self.link.max_model_len
+        if is_chat:
+            chat = decode_body(self._chat, body)
+            return prepare_chat(chat, self.model, self.params, max_model_len=max_model_len, seed=seed)
+        completion = decode_body(self._completion, body)
+        return prepare_completion(completion, self.model, self.params, max_model_len=max_model_len, seed=seed)
+
+    def make_specs(self, call_id: str, prepared: PreparedCall, tenant: Tenant) -> list[RequestSpec]:
+        """One spec per sequence; choices of one prompt differ in `sampling.choice`."""
+        slo = tenant.pick_slo(prepared.service_tier)
+        tenant.check_priority(prepared.priority)
+        return [
+            RequestSpec(
+                request_id=RequestId(f"{call_id}-{prompt * prepared.num_choices + choice}"),
+                attempt=0,
+                gateway=self.gateway,
+                reply_to=self.reply_to,
+                prompt_ids=ids,
+                sampling=replace(prepared.sampling, choice=choice),
+                tenant=tenant.name,
+                slo=slo,
+                priority=prepared.priority,
+            )
+            for prompt, ids in enumerate(prepared.prompts)
+            for choice in range(prepared.num_choices)
+        ]
+
+    @contextmanager
+    def submitted(self, specs: list[RequestSpec]) -> Iterator[Call]:
+        """Submit sequences; whatever happens inside, none is left running after."""
+        with self.link.open(specs) as call:
+            self._calls.add(call)
+            try:
+                yield call
+            finally:
+                self._calls.discard(call)

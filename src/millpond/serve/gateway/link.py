@@ -1,0 +1,316 @@
+"""The gateway's side of the controller and of the workers' token stream.
+
+`ControllerLink` holds no socket and no task: a shell feeds it messages with `on_message`, and it sends
+through a `ControlChannel`. It owns the token log of every open sequence; a client call sees its own
+sequences through a `Call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from millpond.core.errors import DeadlineExceeded, OverloadError
+from millpond.core.events import Cancel, GatewayUp, ServiceState, Submit, TokenOut, TokensOut
+from millpond.core.ids import GatewayId, RequestId
+from millpond.core.plan import RequestEnded, Resubmit
+from millpond.core.request import FinishReason, RequestSpec
+from millpond.core.units import SECOND_NS
+from millpond.serve.gateway.token_log import TokenLog
+
+
+class ControlChannel(Protocol):
+    """Way to the controller."""
+
+    def send(self, message: object) -> bool:
+        """Queue a message without waiting; False if the queue is full."""
+        ...
+
+
+class Ending:
+    """Terminal answer for a sequence that no worker will finish."""
+
+    __slots__ = ("detail", "reason")
+
+    def __init__(self, reason: FinishReason, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+
+
+CallEvent = tuple[int, TokenOut | Ending]
+"""(index of the sequence in its call, what happened to it)."""
+
+
+class Call:
+    """The open sequences of one client call, as one stream of events.
+
+    Closing it (also by leaving the `with` block for any reason) cancels what has not ended.
+    """
+
+    __slots__ = ("_buffer", "_failure", "_link", "_logs", "_waiter")
+
+    def __init__(self, link: ControllerLink, logs: list[TokenLog]) -> None:
+        self._link = link
+        self._logs = logs
+        self._buffer: list[CallEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for log in self._logs:
+            self._link.drop(log)
+
+    def put(self, choice: int, event: TokenOut | Ending) -> None:
+        """Called by the link: one event for the sequence number `choice` of this call."""
+        self._buffer.append((choice, event))
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def next_events(self, deadline_s: float) -> list[CallEvent]:
+        """Wait for events: (index of the sequence in the call, token or ending), oldest first.
+
+        Raises:
+            DeadlineExceeded: If none came within `deadline_s`.
+            Exception: What `fail` was given.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._buffer:
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(deadline_s, _expire, waiter, deadline_s)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        events = self._buffer
+        self._buffer = []
+        return events
+
+    def fail(self, error: Exception) -> None:
+        """Make `next_events` raise `error`, now or when it is next called: the client left, or we must."""
+        self._failure = error
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+
+    def cancel(self, choice: int) -> None:
+        """Stop one sequence: its text is complete or nobody wants it."""
+        self._link.drop(self._logs[choice])
+
+
+def _expire(waiter: asyncio.Future[None], deadline_s: float) -> None:
+    if not waiter.done():
+        waiter.set_exception(
+            DeadlineExceeded(f"no token for {deadline_s:g} s", code="request.token_deadline")
+        )
+
+
+class _Open:
+    """One sequence in flight."""
+
+    __slots__ = ("call", "choice", "log")
+
+    def __init__(self, call: Call, choice: int, log: TokenLog) -> None:
+        self.call = call
+        self.choice = choice
+        self.log = log
+
+
+class ControllerLink:
+    """All open sequences of this gateway.
+
+    Args:
+        gateway: This gateway's name.
+        channel: Way to the controller.
+        now_ns: Monotonic clock.
+        lease_s: A controller that said nothing for so long counts as gone.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayId,
+        channel: ControlChannel,
+        *,
+        now_ns: Callable[[], int],
+        lease_s: float = 5.0,
+    ) -> None:
+        self._gateway = gateway
+        self._channel = channel
+        self._now_ns = now_ns
+        self._lease_ns = int(lease_s * SECOND_NS)
+        self._open: dict[RequestId, _Open] = {}
+        self._unsent: dict[RequestId, Submit | Cancel] = {}
+        """What must reach the controller but could not yet; the later one of a sequence counts."""
+        self._state: ServiceState | None = None
+        self._heard_ns = 0
+        self.num_tokens = 0
+        """Output tokens delivered since the start."""
+        self.num_dropped = 0
+        """Worker messages that added nothing: duplicates, old attempts, closed sequences."""
+        self.num_resubmitted = 0
+        """Attempts after the first."""
+        self.num_waiting = 0
+        """Open sequences without a first token."""
+        self.num_waiting_tokens = 0
+        """Prompt tokens of those."""
+        self._progress_ns = now_ns()
+
+    # --- what the service is like -------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Sequences in flight."""
+        return len(self._open)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence the service takes; 0 while it is unknown."""
+        return self._state.max_model_len if self._state is not None else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """A controller answers, and a complete path through the workers is up."""
+        state = self._state
+        is_fresh = self._now_ns() - self._heard_ns <= self._lease_ns
+        return state is not None and is_fresh and state.is_ready and state.max_model_len > 0
+
+    def silence_s(self) -> float:
+        """Seconds without progress: no token was produced although work waits. 0 when idle."""
+        return (self._now_ns() - self._progress_ns) / SECOND_NS if self._open else 0.0
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def open(self, specs: Iterable[RequestSpec]) -> Call:
+        """Submit the sequences of one client call.
+
+        Raises:
+            OverloadError: If the way to the controller is full; nothing stays submitted.
+        """
+        logs = [TokenLog(spec) for spec in specs]
+        call = Call(self, logs)
+        if not self._open:
+            self._progress_ns = self._now_ns()
+        for choice, log in enumerate(logs):
+            self._open[log.spec.request_id] = _Open(call, choice, log)
+            self.num_waiting += 1
+            self.num_waiting_tokens += log.spec.num_prompt_tokens
+        with contextlib.ExitStack() as undo:
+            undo.push(call)
+            for log in logs:
+                self._submit(log.spec)
+            undo.pop_all()
+        return call
+
+    def drop(self, log: TokenLog) -> None:
+        """Forget a sequence; tell the controller unless it has ended."""
+        if self._close(log) and not log.is_finished:
+            self._send_surely(log.spec.request_id, Cancel(log.spec.request_id))
+
+    def _submit(self, spec: RequestSpec) -> None:
+        if not self._channel.send(Submit(spec)):
+            raise OverloadError(
+                "the controller does not take requests now", code="service.controller_busy", retry_after_s=1
+            )
+
+    def _send_surely(self, request_id: RequestId, message: Submit | Cancel) -> None:
+        if self._channel.send(message):
+            self._unsent.pop(request_id, None)
+        else:
+            self._unsent[request_id] = message
+
+    def _close(self, log: TokenLog) -> bool:
+        if self._open.pop(log.spec.request_id, None) is None:
+            return False
+        self._unsent.pop(log.spec.request_id, None)
+        if log.num_delivered == 0:
+            self._leave_waiting(log)
+        return True
+
+    def _leave_waiting(self, log: TokenLog) -> None:
+        self.num_waiting -= 1
+        self.num_waiting_tokens -= log.spec.num_prompt_tokens
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """Introduce this gateway and send what could not be sent before.
+
+        To be called on every connection and as a heartbeat; the controller answers with its state.
+        """
+        if self._channel.send(GatewayUp(self._gateway)):
+            for request_id, message in tuple(self._unsent.items()):
+                self._send_surely(request_id, message)
+
+    def on_message(self, message: object) -> None:
+        """Take one message of the controller or of a worker; kinds not meant for a gateway are dropped."""
+        match message:
+            case TokensOut():
+                self._on_tokens(message)
+            case ServiceState():
+                self._on_state(message)
+            case Resubmit():
+                self._on_resubmit(message)
+            case RequestEnded():
+                self._on_ended(message)
+            case _:
+                self.num_dropped += 1
+
+    def _on_tokens(self, message: TokensOut) -> None:
+        for token in message.tokens:
+            entry = self._open.get(token.request_id)
+            if entry is None:
+                self.num_dropped += 1
+                continue
+            log = entry.log
+            is_first = log.num_delivered == 0
+            ready = log.add(token)
+            if not ready:
+                self.num_dropped += 1
+                continue
+            if is_first:
+                self._leave_waiting(log)
+            for each in ready:
+                entry.call.put(entry.choice, each)
+            self.num_tokens += len(ready)
+            if log.is_finished:
+                self._close(log)
+        self._progress_ns = self._now_ns()
+
+    def _on_state(self, state: ServiceState) -> None:
+        before = self._state
+        self._state = state
+        self._heard_ns = self._now_ns()
+        if before is not None and before.controller_incarnation != state.controller_incarnation:
+            # The same attempt on purpose: a controller that learns from the group's own report that a
+            # worker still runs it can leave it there.
+            for request_id, entry in self._open.items():
+                self._send_surely(request_id, Submit(entry.log.as_of_now()))
+
+    def _on_resubmit(self, message: Resubmit) -> None:
+        entry = self._open.get(message.request_id)
+        spec = entry.log.next_attempt(message.attempt) if entry is not None else None
+        if entry is None or spec is None:
+            self.num_dropped += 1
+            return
+        self.num_resubmitted += 1
+        self._send_surely(message.request_id, Submit(spec))
+
+    def _on_ended(self, message: RequestEnded) -> None:
+        entry = self._open.get(message.request_id)
+        if entry is None or message.attempt != entry.log.spec.attempt:
+            self.num_dropped += 1
+            return
+        self._end(entry, Ending(message.reason, message.detail))
+
+    def _end(self, entry: _Open, ending: Ending) -> None:
+        self._close(entry.log)
+        entry.log.is_finished = True
+        entry.call.put(entry.choice, ending)

@@ -1,0 +1,320 @@
+"""The HTTP schema: what a request may contain and what an answer looks like.
+
+Requests are strict: a field that is not listed is refused by name. Fields of the OpenAI schema that this
+service cannot honour are listed too; `validate.py` takes them at their neutral value only.
+
+Source: OpenAI API reference, chat completions and (legacy) completions; field names of vLLM for what
+goes beyond it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+# --- parts of chat messages -------------------------------------------------------------------
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text", kw_only=True):
+    """Part of a message's content. Only text is supported so far."""
+
+    text: str
+
+
+class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A function that the assistant called, arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One call in an assistant message of an earlier turn."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream carries besides deltas."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Only `text` is supported so far."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of request share."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    service_tier: str | None = None
+    user: str | None = None
+
+
+class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Not supported: taken at the neutral value only.
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    metadata: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    store: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    # Not supported: taken at the neutral value only.
+    best_of: Any = None
+    suffix: Any = None
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /tokenize`: a plain prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int = 0
+
+
+class Usage(Struct, kw_only=True):
+    """Token counts of one call. The prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct, kw_only=True):
+    """One of the most likely tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    """The chosen token at a position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """Logprobs in the form of chat completions."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Logprobs in the form of completions: parallel lists."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class AnswerMessage(Struct, kw_only=True):
+    """The assistant's message."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One of the n answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatAnswer(Struct, kw_only=True):
+    """Answer of `POST /v1/chat/completions` without `stream`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str | None = None
+
+
+class Delta(Struct, kw_only=True):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """Part of one of the n answers."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatChunk(Struct, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One of the n texts; in a stream, the text that a chunk adds."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionAnswer(Struct, kw_only=True):
+    """Answer of `POST /v1/completions`, and each event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    """One served name."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "millpond"
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of `GET /v1/models`."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeAnswer(Struct, kw_only=True):
+    """Answer of `POST /tokenize`."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeAnswer(Struct, kw_only=True):
+    """Answer of `POST /detokenize`."""
+
+    prompt: str
+
+
+class ErrorBody(Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, kw_only=True):
+    """Body of every answer with a status of 400 or more, and of an `error` event in a stream."""
+
+    error: ErrorBody

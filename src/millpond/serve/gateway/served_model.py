@@ -1,0 +1,45 @@
+"""The model as the gateway sees it: names, and text <-> token ids."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns the ids of one sequence into text; see `engine.tokenizer.Detokenizer`."""
+
+    def push(self, token_id: int) -> str:
+        """New complete text after one more token; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left of an incomplete character at the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What validation and streaming need of one model."""
+
+    names: tuple[str, ...]
+    """Accepted values of `model`; the first is the canonical one."""
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    """End-of-sequence ids; a client may ignore them."""
+    supports_tools: bool
+    """The chat template renders `tools`."""
+    encode_text: Callable[[str], array[int]]
+    """Ids of untrusted text."""
+    encode_chat: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], array[int]]
+    """(messages, tools, add_generation_prompt) -> ids of the rendered conversation.
+
+    Raises:
+        InvalidRequest: If the template refuses the conversation.
+    """
+    decode: Callable[[Sequence[int]], str]
+    token_bytes: Callable[[int], bytes]
+    """Bytes that a token stands for."""
+    make_detokenizer: Callable[[], Detokenizer]
