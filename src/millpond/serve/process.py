@@ -20,6 +20,7 @@ from millpond.control.dispatcher import Dispatcher
 from millpond.control.group_scheduler import GroupParams, GroupRole, GroupScheduler
 from millpond.core.ids import DpRank, GroupId
 from millpond.serve.controller import Controller
+from millpond.serve.logs import configure_logging
 from millpond.serve.rpc import Dealer, Network, Router, Wakeup
 from millpond.serve.run_folder import RunFolder, control_endpoint
 from millpond.serve.transfer.receiver import HandoffReceiver
@@ -66,7 +67,7 @@ class ProcessSpec:
 def run_process(spec: ProcessSpec) -> None:
     """Run one role until SIGTERM. Raises what breaks it; the supervisor sees the exit status."""
     _die_with_parent()
-    structlog.contextvars.bind_contextvars(process=spec.name)
+    configure_logging(process=spec.name)
     folder = RunFolder(spec.run_dir)
     config = folder.load_config()
     if spec.role == "gateway":

@@ -136,7 +136,11 @@ class Supervisor:
         unit.started_ns = time.monotonic_ns()
         threads = str(unit.threads)
         # OpenMP reads this before Python code runs; more threads than cores were measured 15x slower.
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        environment = {
+            **os.environ,  # noqa: TID251
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
         for spec, cores in zip(unit.make_specs(unit.incarnation), unit.cores, strict=True):
             process = subprocess.Popen(spec.arguments(), env=environment, stdin=subprocess.DEVNULL)
             if cores:
