@@ -31,6 +31,8 @@ from millpond.serve.workers.rank_runner import RankRunner
 from millpond.serve.workers.remote_rank import RemoteRanks, rank_identity, run_rank
 
 PR_SET_PDEATHSIG = 1
+EXIT_CONFIG = 2
+"""Exit status of a process whose configuration or model cannot be used."""
 
 log = structlog.get_logger(__name__)
 

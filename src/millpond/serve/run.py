@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from millpond.config.sections import Config
+from millpond.core.errors import ConfigError
 from millpond.serve.run_folder import make_run_folder, remove_run_folder
 from millpond.serve.supervisor import Supervisor
 
@@ -32,6 +34,7 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
         signal.signal(number, lambda *_: stopping.set())
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
+    _require_free_port(config)
     folder = make_run_folder(config)
     try:
         supervisor = Supervisor(config, folder, journal)
@@ -41,6 +44,18 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
         watcher.join()
     finally:
         remove_run_folder(folder)
+
+
+def _require_free_port(config: Config) -> None:
+    """Fail now, by name, rather than in a child process."""
+    host, port = config.gateway.host, config.gateway.port
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}", param="gateway.port"
+        ) from error
 
 
 def _wait_ready(url: str, stopping: threading.Event, on_ready: Callable[[str], None]) -> None:

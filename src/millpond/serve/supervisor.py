@@ -17,11 +17,12 @@ from pathlib import Path
 import structlog
 
 from millpond.config.sections import Config
+from millpond.core.errors import ConfigError
 from millpond.core.events import GatewayDown, GroupDown
 from millpond.core.ids import GroupId
 from millpond.core.plan import RestartGroup
 from millpond.core.units import SECOND_NS
-from millpond.serve.process import ProcessSpec
+from millpond.serve.process import EXIT_CONFIG, ProcessSpec
 from millpond.serve.rpc import Dealer, Network, wait_any
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
 
@@ -64,21 +65,28 @@ class Supervisor:
         self._network = Network(folder.load_keys())
         self._controller: Dealer | None = None
         self._unreported: list[object] = []
+        self._fatal: str | None = None
 
     # --- life --------------------------------------------------------------------------------
 
     def run(self, is_stopping: Callable[[], bool], on_started: Callable[[], None] | None = None) -> None:
-        """Start everything, keep it running until `is_stopping`, then drain."""
+        """Start everything, keep it running until `is_stopping`, then drain.
+
+        Raises:
+            ConfigError: A process refused its configuration or its model; restarting cannot help.
+        """
         for unit in self._units:
             self._start(unit)
         self._controller = Dealer(self._network, control_endpoint(self._config, self._folder), "supervisor")
         if on_started is not None:
             on_started()
         try:
-            while not is_stopping():
+            while not is_stopping() and self._fatal is None:
                 self._watch()
         finally:
             self.drain()
+        if self._fatal is not None:
+            raise ConfigError(self._fatal)
 
     def _watch(self) -> None:
         assert self._controller is not None  # noqa: S101 - made by run
@@ -113,6 +121,8 @@ class Supervisor:
 
     def _on_death(self, unit: _Unit, dead: subprocess.Popen[bytes]) -> None:
         log.warning("process.died", unit=unit.name, pid=dead.pid, status=dead.returncode)
+        if dead.returncode == EXIT_CONFIG:
+            self._fatal = f"{unit.name} cannot start; its reason stands above"
         for process in unit.processes:
             if process.poll() is None:
                 process.kill()

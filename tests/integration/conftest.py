@@ -1,0 +1,150 @@
+"""A whole service of real processes for one test: started, watched, killed in parts, and checked empty."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millpond.config.load import load_config
+from millpond.serve.status import fetch_status
+
+START_DEADLINE_S = 120.0
+SHM = Path("/dev/shm")
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+    """Poll until `condition` holds; fail after `deadline_s`."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {deadline_s} s: {what}"
+        time.sleep(0.02)  # the interval of a poll with a deadline
+
+
+@dataclass
+class Service:
+    """A running service and what a test may do to it."""
+
+    config_file: Path
+    process: subprocess.Popen[bytes]
+    url: str
+    log_file: Path
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The controller's status."""
+        return fetch_status(load_config(self.config_file))
+
+    def pid(self, group: str) -> int:
+        """Process id of a group's leader."""
+        wait_until(lambda: bool(self.status["groups"].get(group, {}).get("pid")), 60, f"{group} is up")
+        return int(self.status["groups"][group]["pid"])
+
+    def pid_of_role(self, role: str) -> int:
+        """Process id of the child that runs `role`."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for child in children:
+            arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if role.encode() in arguments:
+                return int(child)
+        raise AssertionError(f"no child runs {role}")
+
+    def kill(self, group: str) -> None:
+        """kill -9 a group's leader."""
+        os.kill(self.pid(group), signal.SIGKILL)
+
+    def wait_ready(self) -> None:
+        """Wait for /ready."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, f"the service died:\n{self.log_file.read_text()[-4000:]}"
+            try:
+                return httpx.get(f"{self.url}/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_ready, START_DEADLINE_S, "ready")
+
+    def wait_empty(self, deadline_s: float = 10.0) -> None:
+        """Wait until every block and slot of every rank is free again and no request is known."""
+
+        def is_empty() -> bool:
+            status = self.status
+            ranks = [rank for group in status["groups"].values() for rank in group["ranks"]]
+            return (
+                status["queue"] == {"num_queued": 0, "num_requests": 0}
+                and len(status["groups"]) == len(load_config(self.config_file).groups)
+                and all(r["num_seqs"] == r["num_queued"] == r["kv_tokens"] == r["queued_tokens"] == 0 for r in ranks)
+            )
+
+        wait_until(is_empty, deadline_s, f"empty, but {self.status}")
+
+    def stop(self, deadline_s: float = 60.0) -> None:
+        """SIGTERM, wait, and check that nothing stays behind."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(deadline_s)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    """Return a function that starts a service from TOML text; stop all and check at the end."""
+    services: list[Service] = []
+    folders: list[Path] = []
+
+    def start(toml: str = "", *arguments: str) -> Service:
+        # Socket paths are limited to 107 bytes, which pytest's own folders may exceed.
+        run_dir = Path(tempfile.mkdtemp(prefix="mp-"))
+        folders.append(run_dir)
+        port = free_port()
+        config_file = run_dir / "service.toml"
+        base = f'[supervise]\nrun_dir = "{run_dir / "run"}"\nstate_dir = "{run_dir / "state"}"\npin_cores = false\n'
+        config_file.write_text(f"{base}[gateway]\nport = {port}\n{toml}")
+        log_file = tmp_path / f"service-{port}.log"
+        command = [sys.executable, "-m", "millpond.cli.main", "serve", "--config", str(config_file), *arguments]
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        service = Service(config_file, process, f"http://127.0.0.1:{port}", log_file)
+        services.append(service)
+        service.wait_ready()
+        return service
+
+    yield start
+    for service in services:
+        service.stop()
+        assert not (service.config_file.parent / "run").exists(), "the run folder stayed behind"
+        left = [path.name for path in SHM.glob("millpond*") if f"-{service.process.pid}-" in path.name]
+        assert not left, f"shared memory stayed behind: {left}"
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+SYNTHETIC = """
+[engine]
+model = "synthetic"
+"""
+"""Config of a service without weights: starts at once, and its text proves its KV."""
+
+
+@pytest.fixture
+def synthetic_toml() -> str:
+    """Config of the synthetic engine."""
+    return SYNTHETIC
