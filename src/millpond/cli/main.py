@@ -1,23 +1,47 @@
-"""`millpond`: one command, one function each. Heavy modules are imported by the command that needs them."""
+"""`millpond`: the command line. A command imports what it needs when it runs, so that all start quickly."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+from millpond.cli import bench, chat, collect_env, config, process, serve, sim, status
+from millpond.core.errors import ConfigError, MillpondError
 
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from millpond import __version__
-
-    typer.echo(__version__)
+CONFIG_EXIT_STATUS = 2
 
 
-@app.callback()
-def main() -> None:
-    """Millpond: an open inference service."""
+class MillpondGroup(TyperGroup):
+    """Turns our own errors into one line and an exit status. Bugs keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except MillpondError as error:
+            typer.echo(f"error: {error.message}", err=True)
+            sys.exit(CONFIG_EXIT_STATUS if isinstance(error, ConfigError) else 1)
+
+
+app = typer.Typer(
+    cls=MillpondGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Millpond: an open inference service with separate prefill and decode workers.",
+)
+app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
+app.command("status")(status.status)
+app.command("collect-env")(collect_env.collect_env)
+app.command("version")(collect_env.version)
+app.add_typer(bench.app, name="bench", help="Measure a running service.")
+app.add_typer(config.app, name="config", help="Look at the configuration.")
+app.add_typer(sim.app, name="sim", help="Replay and simulate.")
+app.command("process", hidden=True)(process.process)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _check_numbers(config: Config) -> None:
 
 def _place_folders(config: Config) -> SuperviseParams:
     supervise = config.supervise
-    run_name = f"millpond-{os.getuid()}-{config.gateway.port}"
+    run_name = f"millpond-{os.getuid()}-{config.gateway.port or f'pid{os.getpid()}'}"
     run_dir = supervise.run_dir or str(Path(tempfile.gettempdir()) / run_name)
     state_dir = supervise.state_dir or str(Path.home() / ".local" / "state" / "millpond")
     run_dir, state_dir = (os.path.abspath(os.path.expanduser(path)) for path in (run_dir, state_dir))

@@ -21,6 +21,7 @@ from millpond.config.topology import (
     LinkSpec,
     StorageSpec,
 )
+from millpond.config.transfer_params import TransferParams
 from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.dispatcher import DispatchParams
 from millpond.control.prefill_scheduler import PrefillParams
@@ -53,6 +54,7 @@ class Config:
     engine: EngineParams = field(default_factory=EngineParams)
     synthetic: SyntheticParams = field(default_factory=SyntheticParams)
     gateway: GatewayParams = field(default_factory=GatewayParams)
+    transfer: TransferParams = field(default_factory=TransferParams)
     prefill: PrefillParams = field(default_factory=PrefillParams)
     decode: DecodeParams = field(default_factory=DecodeParams)
     mixed: StepVoteParams = field(default_factory=StepVoteParams)

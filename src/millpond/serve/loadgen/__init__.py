@@ -1,0 +1,1 @@
+"""Load generator: the client side of `millpond bench serve`, for any server with the same API."""
