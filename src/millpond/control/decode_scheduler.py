@@ -69,8 +69,12 @@ class DecodeScheduler:
             )
 
     def on_arrived(self, sequence: Sequence, first_token_id: int) -> None:
-        """KV and first token are here: run."""
-        if self._rank.move(sequence, Signal.ARRIVED) is SequenceState.RUNNING:
+        """KV and first token are here: run. Only the first report of it counts."""
+        before = sequence.state
+        if (
+            self._rank.move(sequence, Signal.ARRIVED) is not before
+            and sequence.state is SequenceState.RUNNING
+        ):
             sequence.num_computed_tokens = sequence.num_tokens
             self._rank.append_token(sequence, first_token_id)
             self._rank.outbox.started.append((sequence.spec.request_id, sequence.spec.attempt))

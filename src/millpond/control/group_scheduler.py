@@ -32,8 +32,9 @@ from millpond.core.events import (
     Tick,
 )
 from millpond.core.ids import GroupId, RankRef, RequestId
-from millpond.core.plan import Assign, GroupPlan, RankPlan, StepKind
-from millpond.core.sequence import Sequence, make_sequence
+from millpond.core.plan import Assign, GroupPlan, RankPlan, SequenceEnd, StepKind
+from millpond.core.request import RequestSpec
+from millpond.core.sequence import Sequence, SequenceState, make_sequence
 from millpond.core.units import BLOCK_TOKENS
 from millpond.core.views import RankView
 from millpond.policies.step_vote import StepVoteParams, max_decode_steps, pick_step_kind
@@ -149,12 +150,24 @@ class GroupScheduler:
             for line in rank.lines.values():
                 for old in [s for s in line.values() if s.spec.request_id == spec.request_id]:
                     if old.spec.attempt >= spec.attempt:
+                        self._refuse_repeat(old, spec)
                         return
                     rank.move(old, Signal.ABORT)
         rank = next((r for r in self._ranks if r.me == me), None)
         if rank is None:
             raise InvariantBroken(f"{spec.request_id} was assigned to {me}, which is not in {self.group}")
         rank.add(make_sequence(assign, me, arrival=self.num_assigns_seen))
+
+    def _refuse_repeat(self, old: Sequence, spec: RequestSpec) -> None:
+        """Answer an assignment that comes too late or twice.
+
+        A restarted controller may assign an attempt whose last transfer is still being closed. The data
+        plane cannot tell the two apart, so another attempt is asked for.
+        """
+        if old.state is SequenceState.CLOSING and old.spec.attempt == spec.attempt:
+            self._outbox.ended.append(
+                SequenceEnd(spec.request_id, spec.attempt, None, "this attempt is still being closed")
+            )
 
     def _on_step_done(self, event: StepDone) -> None:
         plan = self._running
@@ -267,7 +280,7 @@ class GroupScheduler:
             (s.spec.request_id, s.spec.attempt)
             for rank in self._ranks
             for state, line in rank.lines.items()
-            if state.value != "closing"
+            if state is not SequenceState.CLOSING
             for s in line.values()
         )
 

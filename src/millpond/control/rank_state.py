@@ -123,10 +123,12 @@ class RankState:
         self.end(sequence, Signal.FINISH, FinishReason.REFUSED, detail)
 
     def end(self, sequence: Sequence, signal: Signal, reason: FinishReason | None, detail: str = "") -> None:
-        """Move to an end and tell the controller. None asks for re-submission."""
+        """Move to an end and tell the controller. None asks for re-submission.
+
+        Nothing is told of a sequence that was ending already, or that the signal does not end.
+        """
         before = sequence.state
-        self.move(sequence, signal)
-        if before not in (SequenceState.CLOSING, SequenceState.ENDED):
+        if self.move(sequence, signal) is not before and before is not SequenceState.CLOSING:
             self.outbox.ended.append(
                 SequenceEnd(sequence.spec.request_id, sequence.spec.attempt, reason, detail)
             )

@@ -48,8 +48,6 @@ NEXT: dict[tuple[S, Signal], S] = {
     (S.QUEUED, Signal.FINISH): S.ENDED,  # refused: it can never fit
     (S.PREFILL, Signal.COMPUTED): S.SENDING,
     (S.PREFILL_LOCAL, Signal.COMPUTED): S.RUNNING,
-    (S.PREFILL, Signal.FINISH): S.CLOSING,
-    (S.PREFILL_LOCAL, Signal.FINISH): S.ENDED,
     (S.RUNNING, Signal.FINISH): S.ENDED,
     (S.RUNNING, Signal.PREEMPT): S.ENDED,
     (S.QUEUED, Signal.ABORT): S.ENDED,
