@@ -45,7 +45,7 @@ class Service:
     @property
     def status(self) -> dict[str, Any]:
         """The controller's status."""
-        return fetch_status(load_config(self.config_file))
+        return fetch_status(load_config(self.config_file).config)
 
     def pid(self, group: str) -> int:
         """Process id of a group's leader."""
@@ -85,7 +85,7 @@ class Service:
             ranks = [rank for group in status["groups"].values() for rank in group["ranks"]]
             return (
                 status["queue"] == {"num_queued": 0, "num_requests": 0}
-                and len(status["groups"]) == len(load_config(self.config_file).groups)
+                and len(status["groups"]) == len(load_config(self.config_file).config.groups)
                 and all(r["num_seqs"] == r["num_queued"] == r["kv_tokens"] == r["queued_tokens"] == 0 for r in ranks)
             )
 
