@@ -159,7 +159,10 @@ def _drive(
             async with httpx.AsyncClient(
                 base_url=url, headers=headers, timeout=timeout, limits=limits
             ) as http:
-                client = StreamClient(http, model, time.monotonic_ns(), ignore_eos=ignore_eos)
+                start_ns = time.monotonic_ns()
+                client = StreamClient(
+                    http, model, lambda: time.monotonic_ns() - start_ns, ignore_eos=ignore_eos
+                )
                 if times_ns is None:
                     return await run_closed_loop(client, requests, concurrency, on_done)
                 return await run_open_loop(client, requests, times_ns, on_done)

@@ -31,10 +31,12 @@ def serve(
 ) -> None:
     """Run the whole service: gateway, controller, prefill and decode workers."""
     from millpond.config.load import load_config
-    from millpond.serve.run import serve as run_service
 
     given = (("engine.model", model), ("gateway.host", host), ("gateway.port", port))
     flags = [f"{path}={json.dumps(value)}" for path, value in given if value is not None]
     loaded = load_config(config, [*flags, *(overrides or [])])
+    # Only now: a mistake in the config should not wait for the imports.
+    from millpond.serve.run import serve as run_service
+
     typer.echo(f"starting {loaded.config.engine.model}, config {loaded.config.digest[:12]}", err=True)
     run_service(loaded.config, journal, lambda url: typer.echo(f"ready at {url}/v1", err=True))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,15 +41,14 @@ class RequestRecord:
 class StreamClient:
     """Sends requests to one OpenAI-compatible server."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, start_ns: int, *, ignore_eos: bool) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, model: str, now_ns: Callable[[], int], *, ignore_eos: bool
+    ) -> None:
+        """Args: `now_ns` tells the time since the start of the run."""
         self._http = http
         self._model = model
-        self._start_ns = start_ns
         self._ignore_eos = ignore_eos
-
-    def now_ns(self) -> int:
-        """Time since the start of the run."""
-        return time.monotonic_ns() - self._start_ns
+        self.now_ns = now_ns
 
     async def send(self, index: int, request: LoadRequest) -> RequestRecord:
         """Send one request and read its stream to the end. Faults end up in the record."""

@@ -11,7 +11,7 @@ from millpond.core.errors import DataError, TransientError
 VOCABULARY_TEXT = (
     "water mill pond wheel stone grain river bank bridge road field tree leaf root cloud rain wind snow light"
     " house door window table chair paper letter number table garden flower bird horse sheep"
-    " iron copper glass morning evening summer winter north south east west one two three four five six seven eight nine ten"
+    " iron copper glass morning evening summer winter north south east west one two three four five six seven"
 )
 """Ordinary words; their tokens make up synthetic prompts, so that none of them is a control token."""
 
