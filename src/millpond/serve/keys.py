@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ from millpond.core.errors import ConfigError
 
 TOKEN_BYTES = 32
 MAX_KEY_FILE_BYTES = 4096
+MAX_SOCKET_PATH_BYTES = 107
+"""sockaddr_un holds 108 bytes with the closing zero."""
+PROBE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +125,35 @@ def check_private_folder(path: Path) -> None:
             f"{path} has mode {status.st_mode & 0o777:o} and owner {status.st_uid}; "
             f"it must be a folder of mode 700 owned by {os.geteuid()} (chmod 700)"
         )
+
+
+def check_socket_path(path: Path) -> None:
+    """Refuse a socket that does not lie in a private folder, or whose path is too long for one.
+
+    Raises:
+        ConfigError: Naming the path.
+    """
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"{path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter run folder")
+    check_private_folder(path.parent)
+
+
+def claim_socket_path(path: Path) -> None:
+    """Make `path` free for binding: remove the socket file of a dead process, respect a live one's.
+
+    Raises:
+        ConfigError: A live process listens there, or `check_socket_path` fails.
+    """
+    check_socket_path(path)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    raise ConfigError(f"cannot listen on {path}: another process listens there")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket as std_socket
 import threading
 from collections import deque
@@ -30,10 +29,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from millpond.config import wire
 from millpond.core.errors import ConfigError, DataError
-from millpond.serve.keys import ClusterKeys, check_private_folder
+from millpond.serve.keys import ClusterKeys, check_socket_path, claim_socket_path
 
-MAX_IPC_PATH_BYTES = 107
-"""sockaddr_un holds 108 bytes with the closing zero."""
 MAX_QUEUED_MESSAGES = 10_000
 """High-water mark per peer and direction."""
 RECONNECT_MS = 50
@@ -87,8 +84,7 @@ class Network:
             ConfigError: In use, not permitted, not private, or without the keys it needs.
         """
         if endpoint.startswith("ipc://"):
-            _check_ipc(endpoint)
-            _remove_stale_ipc(endpoint)
+            claim_socket_path(_ipc_path(endpoint))  # libzmq itself would take over a live process's socket
         else:
             keys = self._keys_for(endpoint)
             if self._authenticator is None:
@@ -111,7 +107,7 @@ class Network:
             ConfigError: The endpoint is not private or lacks the keys it needs.
         """
         if endpoint.startswith("ipc://"):
-            _check_ipc(endpoint)
+            check_socket_path(_ipc_path(endpoint))
         else:
             keys = self._keys_for(endpoint)
             socket.curve_serverkey = keys.server_public.encode()
@@ -440,25 +436,5 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _check_ipc(endpoint: str) -> None:
-    path = endpoint.removeprefix("ipc://")
-    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise ConfigError(f"{path} is longer than {MAX_IPC_PATH_BYTES} bytes; choose a shorter run folder")
-    check_private_folder(Path(path).parent)
-
-
-def _remove_stale_ipc(endpoint: str) -> None:
-    """Remove the socket file of a dead process; libzmq itself would take over a live one's."""
-    path = endpoint.removeprefix("ipc://")
-    with std_socket.socket(std_socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except FileNotFoundError:
-            return
-        except ConnectionRefusedError:
-            Path(path).unlink(missing_ok=True)
-            return
-        except OSError as error:
-            raise ConfigError(f"cannot bind {endpoint}: {error.strerror}") from error
-    raise ConfigError(f"cannot bind {endpoint}: another process listens there")
+def _ipc_path(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://"))
