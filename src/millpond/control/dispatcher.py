@@ -196,18 +196,20 @@ class Dispatcher:
             info.rank: RankView(info.rank, 0, 0, 0, 0, info.num_blocks, info.num_slots)
             for info in event.ranks
         }
-        self._groups[event.group] = _Group(event, now_ns, empty)
+        self._groups[event.group] = _Group(event, now_ns, empty, num_assigns=event.seen_assigns)
         for request_id, attempt in event.running:
             self._on_group_runs(now_ns, event, request_id, attempt)
         self._update_max_model_len()
 
     def _on_group_runs(self, now_ns: int, group: GroupUp, request_id: RequestId, attempt: int) -> None:
-        """Attach what a group says it holds, or have it dropped."""
+        """Attach what a group says it holds, or have it dropped if the request has gone on elsewhere."""
         request = self._requests.get(request_id)
         if request is None:
             request = _Request(request_id, attempt, _Phase.ORPHAN, now_ns)
             self._requests[request_id] = request
-        if request.attempt != attempt or request.phase in (_Phase.PREFILL, _Phase.LOST):
+        holder = request.prefill if group.role == "prefill" else request.decode
+        is_taken = request.phase in (_Phase.PREFILL, _Phase.LOST) or holder is not None
+        if request.attempt != attempt or is_taken:
             self._aborts.append(AbortOn(group.group, request_id, attempt))
             return
         if request.phase is _Phase.QUEUED:
@@ -241,8 +243,8 @@ class Dispatcher:
 
     def _on_sequence_end(self, now_ns: int, group: GroupId, end: SequenceEnd) -> None:
         request = self._requests.get(end.request_id)
-        if request is None or request.attempt != end.attempt or request.phase is _Phase.LOST:
-            return
+        if request is None or request.attempt != end.attempt or group not in request.groups:
+            return  # old news: the request is over, lost, queued again, or handed on by this group
         others = tuple(g for g in request.groups if g != group)
         self._abort_on(request, others)
         if end.reason is None:
@@ -453,10 +455,14 @@ class Dispatcher:
 
     def check(self) -> list[str]:
         """Return violated laws; empty when sound."""
+        on_queue = set(self._queue)
         problems = [
-            f"{request.request_id} is queued but not on the queue"
+            f"{request_id} is on the queue, but over" for request_id in on_queue - self._requests.keys()
+        ]
+        problems += [
+            f"{request.request_id} is {request.phase.value}; on the queue: {request.request_id in on_queue}"
             for request in self._requests.values()
-            if (request.phase is _Phase.QUEUED) != (request.request_id in set(self._queue))
+            if (request.phase is _Phase.QUEUED) != (request.request_id in on_queue)
         ]
         problems += [
             f"{request.request_id} is on {group}, which is not up"

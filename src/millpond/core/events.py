@@ -128,6 +128,8 @@ class GroupUp:
     ranks: tuple[RankInfo, ...]
     running: tuple[tuple[RequestId, int], ...] = ()
     """(request, attempt) it holds; empty for a fresh process."""
+    seen_assigns: int = 0
+    """Assignments of this incarnation that the leader has received so far, from whichever controller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ def test_decode_group_receives_runs_and_ends():
 
 def test_bug_14_arrival_twice_adds_its_token_once():
     scheduler, engines = make_scheduler(GroupRole.DECODE), Engines(1)
-    spec, _ = receive(scheduler, num_prompt=10, max_tokens=4)
+    receive(scheduler, num_prompt=10, max_tokens=4)
     again = HandoffArrived(RequestId("r"), 0, 99)
     scheduler.advance(0, again)
     positions, started = [], []

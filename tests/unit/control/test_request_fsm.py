@@ -10,15 +10,15 @@ from millpond.core.sequence import SequenceState
 
 # `.` stays, `!` is our own bug, anything else is the next state.
 GRID = """
-state          admit    admit_local   expect     computed  finish   preempt  abort    sent   arrived  fail   closed
-queued         prefill  prefill_local receiving  !         ended    !        ended    .      .        .      .
-prefill        !        !             !          sending   !        !        closing  .      .        ended  .
-prefill_local  !        !             !          running   !        !        ended    .      .        .      .
-sending        !        !             !          !         !        !        closing  ended  .        ended  .
-receiving      !        !             !          !         !        !        closing  .      running  ended  .
-running        !        !             !          !         ended    ended    ended    .      .        .      .
-closing        !        !             !          !         !        !        .        ended  ended    ended  ended
-ended          !        !             !          !         !        !        .        .      .        .      .
+state         admit   admit_local   expect    computed finish preempt abort   sent  arrived fail  closed
+queued        prefill prefill_local receiving !        ended  !       ended   .     .       .     .
+prefill       !       !             !         sending  !      !       closing .     .       ended .
+prefill_local !       !             !         running  !      !       ended   .     .       .     .
+sending       !       !             !         !        !      !       closing ended .       ended .
+receiving     !       !             !         !        !      !       closing .     running ended .
+running       !       !             !         !        ended  ended   ended   .     .       .     .
+closing       !       !             !         !        !      !       .       ended ended   ended ended
+ended         !       !             !         !        !      !       .       .     .       .     .
 """
 
 HEAD, *ROWS = [line.split() for line in GRID.strip().splitlines()]
