@@ -1,0 +1,63 @@
+"""Make an engine from its parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.config.engine_params import EngineParams
+from millpond.core.errors import ConfigError
+from millpond.engine.kv_tensors import DTYPES, KvTensors
+from millpond.engine.layers import DecoderLayers
+from millpond.engine.model_files import load_llama_config, locate_model
+from millpond.engine.native import NativeLayers
+from millpond.engine.rope import RopeTable, rope_frequencies
+from millpond.engine.runner import LlamaEngine
+from millpond.engine.torch_layers import TorchLayers
+from millpond.engine.weights import load_weights
+
+_AUTO_DTYPE = "bf16"
+_SLOT_SPARE_RATIO = 1.2
+"""Slots per running sequence: those being handed off hold one too."""
+
+
+def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
+    """Load a model and allocate its KV memory.
+
+    Raises:
+        UnknownModel: No such model.
+        ModelFormatError: The model's files are not what they should be; names file and tensor or field.
+        ConfigError: A parameter cannot be honoured.
+    """
+    dtype = _AUTO_DTYPE if params.dtype == "auto" else params.dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"engine.dtype is {params.dtype!r}; use auto, bf16 or fp32", param="engine.dtype")
+    if params.numerics not in ("fast", "exact"):
+        raise ConfigError(f"engine.numerics is {params.numerics!r}; use fast or exact", param="engine.numerics")
+    if params.max_num_seqs < 1:
+        raise ConfigError(f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs")
+    files = locate_model(params.model)
+    config = load_llama_config(files)
+    if not 0 <= params.max_model_len <= config.max_positions:
+        raise ConfigError(
+            f"engine.max_model_len is {params.max_model_len}; the model allows 0 ... {config.max_positions}",
+            param="engine.max_model_len",
+        )
+    max_model_len = params.max_model_len or config.max_positions
+    place = torch.device(device)
+    kv = KvTensors(config, dtype, params.kv_memory, place)
+    weights = load_weights(files, config, DTYPES[dtype], place)
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim, config.max_positions)
+    if weights.rope_factors is not None:
+        frequencies = frequencies / weights.rope_factors.cpu()
+    rope = RopeTable(frequencies, factor, max_model_len, place)
+    layers: DecoderLayers | None = NativeLayers.make(config, weights, kv, rope)
+    if layers is None:
+        layers = TorchLayers(config, weights, kv, rope, is_exact=params.numerics == "exact")
+    return LlamaEngine(
+        config,
+        weights,
+        kv,
+        layers,
+        num_slots=int(params.max_num_seqs * _SLOT_SPARE_RATIO) + 1,
+        max_model_len=max_model_len,
+    )

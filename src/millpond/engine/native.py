@@ -1,0 +1,244 @@
+"""Native decoder layers: builds `kernels.c` for this CPU at first use and calls it through ctypes.
+
+One call runs as many layers as asked, without the interpreter lock, so that threads which move KV meanwhile
+neither wait for the step nor stall it at every operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from millpond.engine.kv_tensors import KvTensors
+from millpond.engine.layers import StepRows
+from millpond.engine.model_files import LlamaConfig
+from millpond.engine.rope import RopeTable
+from millpond.engine.weights import LayerWeights, LlamaWeights
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+_COMPILE_LIMIT_S = 120
+_MAX_GROUP = 16
+_MAX_HEAD_DIM = 256
+_LANES = 16
+"""Sizes are multiples of the widest vector, so that no kernel needs a scalar tail."""
+
+_Long = ctypes.c_long
+_Pointer = ctypes.c_void_p
+
+
+class _Kv(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("table_stride", ctypes.c_int32),
+        ("kv", _Pointer),
+        ("block_bytes", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("cos", _Pointer),
+        ("sin", _Pointer),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("num_rows", ctypes.c_int64),
+        ("position", _Pointer),
+        ("sequence", _Pointer),
+        ("tables", _Pointer),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        (name, _Pointer)
+        for name in (
+            "attention_norm",
+            "mlp_norm",
+            "qkv",
+            "output",
+            "gate_up",
+            "down",
+            "qkv_bias",
+            "output_bias",
+            "gate_up_bias",
+            "down_bias",
+        )
+    ]
+
+
+class _Shape(ctypes.Structure):
+    _fields_: ClassVar = [("hidden", ctypes.c_int64), ("intermediate", ctypes.c_int64), ("eps", ctypes.c_float)]
+
+
+def _cpu_identity() -> str:
+    """What `-march=native` depends on; a cache folder may be shared between machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    wanted = ("model name", "flags", "Features")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_folder() -> Path:
+    folder = Path.home() / ".cache" / "millpond"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:  # no home folder, or a read-only one: build for this process alone
+        return Path(tempfile.mkdtemp(prefix="millpond-"))
+
+
+def build_kernels(dtype: torch.dtype) -> Path | None:
+    """Compile the kernels for a weight dtype, or find them compiled.
+
+    Returns:
+        The shared library, or None where no C compiler works.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    flags = (*_FLAGS, *(("-DMP_FP32",) if dtype == torch.float32 else ()))
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
+    key = hashlib.sha256(_SOURCE.read_bytes() + version + repr((flags, _cpu_identity())).encode()).hexdigest()
+    folder = _cache_folder()
+    library = folder / f"kernels-{key[:20]}.so"
+    if not library.is_file():
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            fresh = Path(build) / "kernels.so"
+            command = [compiler, *flags, "-o", str(fresh), str(_SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False)
+            if done.returncode != 0:
+                return None
+            fresh.replace(library)  # atomic: two processes may build at once
+    return library
+
+
+@lru_cache(maxsize=2)
+def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Build if need be and load the kernels for a weight dtype; None where that is not possible."""
+    path = build_kernels(dtype)
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    p, n = _Pointer, _Long
+    for name, arguments in {
+        "mp_linear": [p, n, p, p, n, n, n, p, n, ctypes.c_int],
+        "mp_rms_norm": [p, p, ctypes.c_float, n, n, p],
+        "mp_silu_mul": [p, n, n, p],
+        "mp_rope_store": [p, p, n, n, n, p],
+        "mp_attention": [p, p, n, n, n, p, p, p],
+        "mp_layers": [p, p, p, p, n, n, p, p],
+    }.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    library.mp_scratch.argtypes = [p, p]
+    library.mp_scratch.restype = n
+    return library
+
+
+def _supports(config: LlamaConfig) -> bool:
+    return (
+        config.hidden_size % _LANES == 0
+        and config.intermediate_size % _LANES == 0
+        and config.head_dim % (2 * _LANES) == 0
+        and config.head_dim <= _MAX_HEAD_DIM
+        and config.num_heads // config.num_kv_heads <= _MAX_GROUP
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layer_record(w: LayerWeights) -> _Layer:
+    return _Layer(**{name: _address(getattr(w, name)) for name, _ in _Layer._fields_})
+
+
+class NativeLayers:
+    """Implements `DecoderLayers` with the native kernels; exact in both numeric modes."""
+
+    @classmethod
+    def make(
+        cls, config: LlamaConfig, weights: LlamaWeights, kv: KvTensors, rope: RopeTable
+    ) -> NativeLayers | None:
+        """Make native layers, or None where the device, the model's sizes or the compiler do not allow."""
+        if weights.embedding.device.type != "cpu" or not _supports(config):
+            return None
+        kernels = load_kernels(weights.embedding.dtype)
+        return None if kernels is None else cls(kernels, config, weights, kv, rope)
+
+    def __init__(
+        self,
+        kernels: ctypes.CDLL,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        kv: KvTensors,
+        rope: RopeTable,
+    ) -> None:
+        """Collect addresses; the tensors are kept alive by the references held here."""
+        self._kernels = kernels
+        self._config = config
+        self._weights = weights
+        self._tensors = kv
+        self._rope = rope
+        self._layers = (_Layer * config.num_layers)(*map(_layer_record, weights.layers))
+        self._shape = _Shape(config.hidden_size, config.intermediate_size, config.rms_norm_eps)
+        self._kv = _Kv(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            0,
+            kv.memory.data_ptr(),
+            kv.layout.block_bytes,
+            kv.row_bytes,
+            rope.cos.data_ptr(),
+            rope.sin.data_ptr(),
+        )
+        size = kernels.mp_scratch(ctypes.byref(self._shape), ctypes.byref(self._kv))
+        self._scratch = torch.zeros(size)
+        self._logits = torch.empty(0, config.vocab_size)
+
+    def run(self, hidden: torch.Tensor, rows: StepRows, begin: int, end: int) -> None:
+        """See `DecoderLayers.run`."""
+        self._rope.ensure(rows.num_positions)
+        self._kv.table_stride = rows.tables.shape[1]
+        record = _Rows(
+            len(hidden), rows.positions.data_ptr(), rows.sequences.data_ptr(), rows.tables.data_ptr()
+        )
+        self._kernels.mp_layers(
+            ctypes.byref(self._shape),
+            ctypes.byref(self._kv),
+            ctypes.byref(record),
+            self._layers,
+            begin,
+            end,
+            hidden.data_ptr(),
+            self._scratch.data_ptr(),
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderLayers.logits`."""
+        count, width, vocab = len(hidden), self._config.hidden_size, self._config.vocab_size
+        if count > len(self._logits):  # kept: fresh pages would cost more than the product
+            self._logits = torch.zeros(count, vocab)
+        normed = torch.empty_like(hidden)
+        norm, head, out = self._weights.final_norm, self._weights.head, self._logits
+        self._kernels.mp_rms_norm(
+            hidden.data_ptr(), norm.data_ptr(), self._config.rms_norm_eps, count, width, normed.data_ptr()
+        )
+        self._kernels.mp_linear(
+            normed.data_ptr(), width, head.data_ptr(), None, count, width, vocab, out.data_ptr(), vocab, 0
+        )
+        return out[:count]
