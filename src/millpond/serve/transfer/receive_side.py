@@ -180,6 +180,10 @@ class ReceiveSide:
         self._last_handle.pop(connection, None)
         return actions
 
+    def fail_all(self, why: str) -> list[Action]:
+        """Nothing will move any more."""
+        return [action for inbound in list(self._inbound.values()) for action in self._fail(inbound, why)]
+
     def tick(self, now_ns: int) -> list[Action]:
         """End what has waited too long."""
         actions: list[Action] = []

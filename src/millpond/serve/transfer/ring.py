@@ -26,13 +26,12 @@ _NAME = re.compile(r"millpond-ring-(\d+)-[0-9a-f]{16}")
 
 
 class Ring:
-    """A mapped ring file. Use `create` or `attach`."""
+    """A mapped ring file, made by `create` or `attach`. Unmapped when it and its last view are gone."""
 
     def __init__(self, path: Path, memory: mmap.mmap, num_slots: int, slot_bytes: int) -> None:
         self.path = path
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._memory = memory
         self._view = memoryview(memory)
 
     @classmethod
@@ -92,11 +91,6 @@ class Ring:
         """Remove the name; the memory lives as long as it is mapped. May be called twice."""
         self.path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Unmap. Views handed out by `slot` must be gone."""
-        self._view.release()
-        self._memory.close()
-
 
 def remove_leftovers(folder: Path) -> int:
     """Remove the ring files of processes that died between making and unlinking one.
@@ -107,9 +101,13 @@ def remove_leftovers(folder: Path) -> int:
     num_removed = 0
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match is not None and path.stat().st_uid == os.geteuid() and not _is_alive(int(match[1])):
-            path.unlink(missing_ok=True)
-            num_removed += 1
+        if match is None or _is_alive(int(match[1])):
+            continue
+        try:
+            path.unlink()
+        except (FileNotFoundError, PermissionError):
+            continue  # another process was faster, or it is another user's
+        num_removed += 1
     return num_removed
 
 

@@ -213,6 +213,10 @@ class SendSide:
             actions += self._fail(outbound, why)
         return actions
 
+    def fail_all(self, why: str) -> list[Action]:
+        """Nothing will move any more."""
+        return [action for outbound in list(self._outbound.values()) for action in self._fail(outbound, why)]
+
     def tick(self, now_ns: int) -> list[Action]:
         """End what has waited too long for its peer."""
         actions: list[Action] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class FrameStream:
         self._end = 0
         """First byte that is free."""
         self._last_read_ns = time.monotonic_ns()
+        self._reply_lock = threading.Lock()
 
     def take(self) -> frames.Frame | None:
         """The next frame that is completely here, or None.
@@ -210,12 +212,14 @@ class FrameStream:
                     raise DeadlineExceeded("the peer takes no data", code="handoff.stalled") from None
 
     def reply(self, data: bytes) -> None:
-        """Send a few bytes without waiting. Callers exclude each other.
+        """Send a few bytes without waiting. Any thread.
 
         A peer that lets so many of them pile up that the socket is full does not read at all, and is cut.
         """
         try:
-            if self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) == len(data):
+            with self._reply_lock:
+                num_bytes = self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            if num_bytes == len(data):
                 return
         except OSError:
             pass  # the reading thread finds out why
