@@ -12,6 +12,7 @@ import httpx
 
 from millpond.config.sections import Config
 from millpond.core.errors import ConfigError
+from millpond.serve.logs import configure_logging
 from millpond.serve.run_folder import make_run_folder, remove_run_folder
 from millpond.serve.supervisor import Supervisor
 
@@ -29,6 +30,7 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
     Raises:
         ConfigError: The run folder or a port cannot be used.
     """
+    configure_logging(process="supervisor")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

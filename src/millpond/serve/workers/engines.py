@@ -22,4 +22,4 @@ def make_engine(config: Config, group: GroupSpec) -> Engine:
         return SyntheticEngine(config.synthetic)
     from millpond.engine.load import load_engine  # noqa: PLC0415 - loads torch
 
-    return load_engine(config.engine, group.device, group.threads_per_rank)
+    return load_engine(config.engine, group.device)

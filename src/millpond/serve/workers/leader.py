@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import structlog
 
@@ -229,10 +229,10 @@ class Leader:
 
     def _telemetry(self) -> Telemetry:
         values = dict(self._counters)
-        if self._own.receiver is not None:
-            values |= {
-                f"millpond_handoff_receiver_{k}": float(v) for k, v in self._own.receiver.stats().items()
-            }
+        for side in (self._own.sender, self._own.receiver):
+            if side is not None:
+                name = "send" if side is self._own.sender else "receive"
+                values |= {f"millpond_handoff_{name}_{k}": float(v) for k, v in asdict(side.stats()).items()}
         return Telemetry(
             self._scheduler.group, self._identity.incarnation, os.getpid(), tuple(sorted(values.items()))
         )
