@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Before anything imports numpy or torch: OpenMP threads that outnumber the cores spin against each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # noqa: TID251 - the only switch these libraries read
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True

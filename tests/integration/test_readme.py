@@ -1,0 +1,54 @@
+"""The examples of the README work as printed, with the default model and the default config."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.integration.conftest import Service
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def examples(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert found
+    return found
+
+
+def run(command: list[str], text: str | None = None) -> str:
+    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_every_example_of_the_readme_works_as_printed(start_service: Callable[..., Service]):
+    service = start_service()
+
+    def on_this_port(example: str) -> str:
+        return example.replace("http://127.0.0.1:8000", service.url)
+
+    answers = [run(["bash", "-e", "-c", on_this_port(example)]) for example in examples("bash")]
+    assert not [answer for answer in answers if '"error"' in answer]
+    models, chat, stream, completion, tokens, ready = answers
+    assert json.loads(models)["data"][0]["id"] == "smollm2-135m"
+    assert "Paris" in json.loads(chat)["choices"][0]["message"]["content"]
+    assert stream.rstrip().endswith("data: [DONE]")
+    assert '"completion_tokens"' in stream
+    assert len(json.loads(completion)["choices"]) == 2
+    assert json.loads(tokens)["count"] > 2
+    assert json.loads(ready)["status"] == "ready"
+
+    for example in examples("python"):
+        assert len(run([sys.executable, "-"], on_this_port(example)).split()) > 3
+
+    spoken = run(
+        [sys.executable, "-m", "millpond.cli.main", "chat", "--url", service.url, "--temperature", "0"],
+        "My name is Ada.\nWhat is my name?\n",
+    )
+    assert "Ada" in spoken.splitlines()[-2] + spoken.splitlines()[-1]
+    service.wait_empty()
