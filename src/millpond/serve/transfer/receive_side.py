@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from millpond.core.errors import DataError
+from millpond.core.errors import DataError, InvariantBroken
 from millpond.core.events import HandoffArrived, HandoffClosed, HandoffFailed
 from millpond.core.ids import RequestId
 from millpond.core.plan import HandoffClose, HandoffReceive
+from millpond.core.units import num_blocks_for
 from millpond.serve.transfer.frames import (
     MAX_WHY_CHARS,
     Abort,
@@ -104,6 +105,8 @@ class ReceiveSide:
     def expect(self, now_ns: int, order: HandoffReceive) -> list[Action]:
         """Blocks and slot are allocated: the request may come."""
         key = (order.request_id, order.attempt)
+        if len(order.block_table) < num_blocks_for(order.num_tokens):
+            raise InvariantBroken(f"{key}: {len(order.block_table)} blocks for {order.num_tokens} tokens")
         inbound = self._inbound.get(key)
         if inbound is None:
             self._inbound[key] = _Inbound(key, _State.EXPECTED, now_ns, order=order)

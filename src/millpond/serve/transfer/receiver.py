@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +132,8 @@ class HandoffReceiver:
         with self._lock:
             self._stopping.set()
             links = list(self._links.values())
+        with suppress(OSError):  # it was stopped before
+            self._listener.shutdown(socket.SHUT_RDWR)
         for link in links:
             link.stream.cut()
         self._acceptor.join(STOP_S)
@@ -162,6 +165,8 @@ class HandoffReceiver:
                 except BlockingIOError:
                     pass  # a tick passed
                 except OSError as error:
+                    if self._stopping.is_set():
+                        return
                     log.warning("handoff.accept_failed", why=str(error))  # out of descriptors, for example
                     self._stopping.wait(TICK_S)
                 with self._lock:
