@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,9 @@ class Gateway:
         self.admission = Admission(params, clocks.monotonic_ns, lambda: link.num_waiting_tokens)
         self.metrics = GatewayMetrics(link, model.names[0])
         self.is_draining = False
+        self.idle = asyncio.Event()
+        """Set while no call is being answered."""
+        self.idle.set()
         self._calls: set[Call] = set()
         self.started_s = clocks.wall_s()
         self._chat = msgspec.json.Decoder(ChatRequest)
@@ -130,10 +134,18 @@ class Gateway:
 
     @contextmanager
     def submitted(self, specs: list[RequestSpec]) -> Iterator[Call]:
-        """Submit sequences; whatever happens inside, none is left running after."""
+        """Submit sequences; whatever happens inside, none is left running after.
+
+        Raises:
+            OverloadError: The service takes none now, or no longer.
+        """
+        self.check_open()
         with self.link.open(specs) as call:
             self._calls.add(call)
+            self.idle.clear()
             try:
                 yield call
             finally:
                 self._calls.discard(call)
+                if not self._calls:
+                    self.idle.set()

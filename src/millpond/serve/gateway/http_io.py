@@ -41,7 +41,7 @@ async def read_body(request: Request, params: GatewayParams) -> bytes:
         InvalidRequest: It did not arrive in time.
     """
     limit = params.max_body_bytes
-    too_large = BodyTooLarge(f"the body is larger than {limit} bytes: send less", code="request_too_large")
+    too_large = BodyTooLarge(f"the body is larger than {limit} bytes: send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise too_large

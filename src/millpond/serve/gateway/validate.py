@@ -21,6 +21,7 @@ from millpond.serve.gateway.openai_schema import (
     Message,
     SamplingFields,
     TextPart,
+    ToolCall,
 )
 from millpond.serve.gateway.served_model import ServedModel
 
@@ -249,14 +250,25 @@ def _plain_message(message: Message, at: str) -> dict[str, Any]:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         plain["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
+            _plain_tool_call(call, f"{at}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
         ]
     return plain
+
+
+def _plain_tool_call(call: ToolCall, at: str) -> dict[str, Any]:
+    # Templates expect the object, the API carries its text.
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        refuse(f"{at}.function.arguments", call.function.arguments, "give a JSON object as text")
+    return {
+        "type": "function",
+        "id": call.id,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def _tools(request: ChatRequest, model: ServedModel) -> list[dict[str, Any]]:

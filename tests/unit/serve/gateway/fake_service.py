@@ -1,4 +1,4 @@
-"""The edges of a gateway under test: a byte-level model, and a service that answers on the control channel."""
+"""Edges of a gateway under test: a byte-level model, and a service that answers on the control channel."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class FakeService:
     is_mute: bool = False
     """It takes submissions and does not answer them."""
     ending: RequestEnded | None = None
-    """Sent instead of the tokens after `num_before_ending`."""
+    """Sent instead of the tokens of choice 0 after `num_before_ending`."""
     num_before_ending: int = 0
     submits: list[RequestSpec] = field(default_factory=list)
     cancels: list[RequestId] = field(default_factory=list)
@@ -154,7 +154,8 @@ class FakeService:
     def _say(self, spec: RequestSpec, tokens: list[TokenOut], index: int) -> None:
         if spec.request_id in self.cancels:
             return
-        if self.ending is not None and index == self.num_before_ending:
+        is_ending = self.ending is not None and spec.sampling.choice == 0
+        if is_ending and index == self.num_before_ending:
             ending = self.ending
             self.link.on_message(RequestEnded(spec.request_id, spec.attempt, ending.reason, ending.detail))
             return
@@ -189,7 +190,12 @@ def make_gateway(
 
 
 def ask(
-    gateway: Gateway, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+    gateway: Gateway,
+    path: str,
+    body: Any = None,
+    *,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     """One HTTP exchange with the app, in a loop of its own."""
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -220,7 +226,8 @@ def sse_events(body: bytes) -> list[tuple[str, str]]:
         lines = block.split("\n")
         if lines[0].startswith("event: "):
             name = lines.pop(0).removeprefix("event: ")
-        assert len(lines) == 1 and lines[0].startswith("data: "), block
+        assert len(lines) == 1, block
+        assert lines[0].startswith("data: "), block
         events.append((name, lines[0].removeprefix("data: ")))
     return events
 
@@ -232,5 +239,7 @@ def streamed_texts(body: bytes, num_choices: int = 1) -> list[str]:
         if data == "[DONE]":
             continue
         for choice in json.loads(data)["choices"]:
-            texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] += (
+                choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            )
     return texts
