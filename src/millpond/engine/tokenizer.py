@@ -94,6 +94,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_prefix: bool = True) -> array[int]:
         """Ids of a client's text; control tokens in it are ordinary characters.
 
+        Bytes for which the model has no token (rare control characters) are left out.
+
         Args:
             text: Any text.
             add_prefix: Put the model's prefix (begin token) before it, as for a raw completion.
