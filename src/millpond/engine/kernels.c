@@ -120,6 +120,9 @@ INLINE void dot_tile(const int m, const int n, const float *x, long ldx, const s
     for (long c = 0; c < k; c += LANES) {
         vf b[MAX_TILE_N];
         UNROLL for (int j = 0; j < n; j++) b[j] = load_w(w + j * k + c);
+        /* The rows of a tile are short streams that the CPU does not foresee: fetch the next tile's. */
+        UNROLL for (int byte = 0; byte < n * LANES * (int)sizeof(store_t); byte += 64)
+            __builtin_prefetch((const char *)(w + n * k + c * n) + byte);
         UNROLL for (int i = 0; i < m; i++) {
             vf a = load_f(x + i * ldx + c);
             IN_REGISTER(a);
