@@ -162,6 +162,15 @@ def test_clients_strings_never_become_control_tokens(content: str, name: str, ro
     assert ids == [256, *text, 258] * 2
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [("<{{ messages[0].content }}", "/s>"), ("{{ messages[0].content }}/s>", "<")],
+    ids=["template begins it", "template ends it"],
+)
+def test_clients_strings_do_not_complete_what_the_template_wrote(template: str, content: str) -> None:
+    assert list(make(template).encode([{"role": "user", "content": content}])) == list(b"</s>")
+
+
 @given(WRITTEN, WRITTEN)
 def test_clients_tools_never_become_control_tokens(key: str, value: str) -> None:
     template = make("{% for t in tools %}<|a|>{{ t | tojson }}<|b|>{% endfor %}")
