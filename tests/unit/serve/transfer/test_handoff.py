@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from millpond.config.synthetic_params import SyntheticParams
 from millpond.config.transfer_params import TransferParams
 from millpond.core.errors import ConfigError, InvariantBroken
 from millpond.core.events import HandoffArrived, HandoffClosed, HandoffFailed, HandoffSent
-from millpond.core.ids import BlockId, RequestId, SlotId
+from millpond.core.ids import BlockId, RequestId
 from millpond.core.plan import HandoffClose, HandoffSend
 from millpond.core.units import SECOND_NS, num_blocks_for
 from millpond.serve.transfer.receiver import HandoffReceiver
@@ -351,14 +350,3 @@ def test_a_missing_folder_for_shared_memory_is_named(folder: Path, params: Trans
 def test_an_address_in_use_is_named(pair: Pair) -> None:
     with pytest.raises(ConfigError, match="listen"):
         HandoffReceiver(pair.target, pair.receiver.address, TOKEN, pair.params, Posted())
-
-
-# --- with an engine whose text shows every byte -------------------------------------------------------
-
-
-def test_the_text_after_a_handoff_is_the_text_without_one(folder: Path, params: TransferParams) -> None:
-    from millpond.engine.synthetic import SyntheticEngine
-
-    assert SyntheticEngine is not None
-    assert SyntheticParams is not None
-    assert SlotId is not None
