@@ -60,6 +60,7 @@ class Tokenizer:
         self,
         *,
         encode_plain: Callable[[str], list[int]],
+        encode_inner: Callable[[str], list[int]] | None = None,
         token_bytes: Sequence[bytes],
         control_ids: Mapping[str, int],
         prefix_ids: Sequence[int] = (),
@@ -69,6 +70,8 @@ class Tokenizer:
     ) -> None:
         """Args:
         encode_plain: Cuts text without ever producing a control token.
+        encode_inner: The same for text after a control token; some models begin only a whole text with a
+            space.
         token_bytes: Bytes of every token, by id; for control tokens those of their text.
         control_ids: Control tokens by their text.
         prefix_ids: What the model expects before any raw text, for example a begin token.
@@ -83,6 +86,7 @@ class Tokenizer:
         # One-character tokens cannot be told apart once a text is protected (engine.chat_template).
         self.control_ids = {text: token_id for text, token_id in control_ids.items() if len(text) > 1}
         self._encode_plain = encode_plain
+        self._encode_inner = encode_inner or encode_plain
         self._prefix_ids = list(prefix_ids)
         self._bytes = token_bytes
         self._texts = list(token_bytes)
@@ -122,10 +126,10 @@ class Tokenizer:
         ids: list[int] = []
         end = 0
         for match in self._control.finditer(_checked(text)):
-            ids += self._encode_piece(text[end : match.start()], mark)
+            ids += self._encode_piece(text[end : match.start()], mark, is_first=end == 0)
             ids.append(self.control_ids[match.group()])
             end = match.end()
-        return token_ids(ids + self._encode_piece(text[end:], mark))
+        return token_ids(ids + self._encode_piece(text[end:], mark, is_first=end == 0))
 
     def decode(self, ids: Sequence[int], *, keep_control: bool = False) -> str:
         """Text of some tokens; invalid UTF-8 becomes U+FFFD."""
@@ -140,9 +144,11 @@ class Tokenizer:
         """Start the text of a new sequence."""
         return Detokenizer(self._texts)
 
-    def _encode_piece(self, text: str, mark: str) -> list[int]:
+    def _encode_piece(self, text: str, mark: str, *, is_first: bool) -> list[int]:
         text = text.replace(mark, "") if mark else text
-        return self._encode_plain(text) if text else []
+        if not text:
+            return []
+        return self._encode_plain(text) if is_first else self._encode_inner(text)
 
 
 def _checked(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,7 @@ def _from_hf(root: Path) -> Tokenizer:
     record = _read_json(path)
     if record is None:
         raise ModelFormatError(f"{root.name}: no tokenizer.json in the model folder", code="model.tokenizer")
-    try:
-        core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing more specific
-        raise ModelFormatError(f"{path.name}: {error}", code="model.tokenizer") from error
+    core = _parse(record, path.name)
     to_bytes = _bytes_rule(record, path.name)
     settings = _read_json(root / "tokenizer_config.json") or {}
     named = {name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name)))}
@@ -65,11 +62,27 @@ def _from_hf(root: Path) -> Tokenizer:
     return _wrap(
         core,
         to_bytes,
+        inner=_inner_core(record, path.name),
         prefix_ids=prefix_ids,
         stop_ids=_hf_stop_ids(root, core, named.get("eos_token")),
         chat_template=template or _default_template(settings.get("chat_template")),
         named_tokens=named,
     )
+
+
+def _parse(record: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(record))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelFormatError(f"{source}: {error}", code="model.tokenizer") from error
+
+
+def _inner_core(record: Mapping[str, Any], source: str) -> tokenizers.Tokenizer | None:
+    """What cuts text after a control token, where a space is put before the beginning of a text only."""
+    cut = record.get("pre_tokenizer") or {}
+    if cut.get("type") != "Metaspace" or cut.get("prepend_scheme") != "first":
+        return None
+    return _parse({**record, "pre_tokenizer": {**cut, "prepend_scheme": "never"}}, source)
 
 
 def _bytes_rule(record: Mapping[str, Any], source: str) -> type[_ByteLevel] | type[_Sentencepiece]:
@@ -195,14 +208,12 @@ def _wrap(
     core: tokenizers.Tokenizer,
     to_bytes: type[_ByteLevel] | type[_Sentencepiece],
     *,
+    inner: tokenizers.Tokenizer | None = None,
     prefix_ids: list[int],
     stop_ids: list[int],
     chat_template: str | None,
     named_tokens: Mapping[str, str],
 ) -> Tokenizer:
-    core.encode_special_tokens = True  # control tokens are then cut like any other text
-    core.no_padding()
-    core.no_truncation()
     added = core.get_added_tokens_decoder()
     token_bytes = [b""] * core.get_vocab_size(with_added_tokens=True)
     for text, token_id in core.get_vocab(with_added_tokens=True).items():
@@ -210,7 +221,8 @@ def _wrap(
             token_bytes.extend([b""] * (token_id + 1 - len(token_bytes)))
         token_bytes[token_id] = text.encode() if token_id in added else to_bytes.of(text)
     return Tokenizer(
-        encode_plain=lambda text: core.encode(text, add_special_tokens=False).ids,
+        encode_plain=_plain_encoder(core),
+        encode_inner=_plain_encoder(inner) if inner else None,
         token_bytes=token_bytes,
         control_ids={token.content: token_id for token_id, token in added.items() if token.special},
         prefix_ids=prefix_ids,
@@ -218,6 +230,13 @@ def _wrap(
         chat_template=chat_template,
         named_tokens=named_tokens,
     )
+
+
+def _plain_encoder(core: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
+    core.encode_special_tokens = True  # control tokens are then cut like any other text
+    core.no_padding()
+    core.no_truncation()
+    return lambda text: core.encode(text, add_special_tokens=False).ids
 
 
 class _ByteLevel:

@@ -259,6 +259,21 @@ def test_folder_of_sentencepiece_kind(tmp_path: Path) -> None:
     assert tokenizer.stop_ids == ()
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_folder_puts_its_space_where_the_library_does(tmp_path: Path, scheme: str) -> None:
+    vocab = {
+        token: token_id for token_id, token in enumerate(["<unk>", "\u2581", "a", "b", "\u2581a", "</s>"])
+    }
+    core = tokenizers.Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    core.add_special_tokens(["</s>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(ModelFiles("hf", "tiny", (), tmp_path))
+    for text in ("a b</s>a</s> b", "</s>a", "</s></s>ba</s>", "a", ""):
+        assert list(tokenizer.encode_trusted(text)) == core.encode(text, add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
