@@ -244,13 +244,15 @@ void mp_rope_store(const Kv *kv, const Rows *rows, long layer, long begin, long 
     }
 }
 
-/* out[i][c] = sum over k of a[i][k] b[k][c] for m rows and two vectors of columns */
+/* out[i][c] = sum over k of a[i][k] b[k][c] for m rows and two vectors of columns. Meanwhile fetches as many bytes
+   from `ahead` as it reads from b. */
 INLINE void outer_tile(const int m, const float *a, long lda, const store_t *b, long ldb, long k, float *out,
-                       long ldo) {
+                       long ldo, const store_t *ahead) {
     vf acc[MAX_TILE_M][2];
     UNROLL for (int i = 0; i < m; i++) acc[i][0] = acc[i][1] = (vf){0};
     for (long c = 0; c < k; c++, b += ldb) {
         vf b0 = load_w(b), b1 = load_w(b + LANES);
+        __builtin_prefetch(ahead + c * 2 * LANES);
         UNROLL for (int i = 0; i < m; i++) {
             vf s = splat(a[i * lda + c]);
             acc[i][0] += s * b0;
@@ -264,18 +266,18 @@ INLINE void outer_tile(const int m, const float *a, long lda, const store_t *b, 
 }
 
 static void outer(const float *a, long lda, const store_t *b, long ldb, long m, long k, long n, float *out,
-                  long ldo) {
+                  long ldo, const store_t *ahead) {
     for (long i = 0; i < m;) {
         const float *ai = a + i * lda;
         float *o = out + i * ldo;
         long rows = m - i < 6 ? m - i : 6;
         for (long c = 0; c < n; c += 2 * LANES) switch (rows) {
-            case 1: outer_tile(1, ai, lda, b + c, ldb, k, o + c, ldo); break;
-            case 2: outer_tile(2, ai, lda, b + c, ldb, k, o + c, ldo); break;
-            case 3: outer_tile(3, ai, lda, b + c, ldb, k, o + c, ldo); break;
-            case 4: outer_tile(4, ai, lda, b + c, ldb, k, o + c, ldo); break;
-            case 5: outer_tile(5, ai, lda, b + c, ldb, k, o + c, ldo); break;
-            default: outer_tile(6, ai, lda, b + c, ldb, k, o + c, ldo);
+            case 1: outer_tile(1, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k); break;
+            case 2: outer_tile(2, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k); break;
+            case 3: outer_tile(3, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k); break;
+            case 4: outer_tile(4, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k); break;
+            case 5: outer_tile(5, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k); break;
+            default: outer_tile(6, ai, lda, b + c, ldb, k, o + c, ldo, ahead + c * k);
             }
         i += rows;
     }
@@ -326,7 +328,7 @@ static void attend(const Kv *kv, const Rows *rows, long layer, long r, long coun
         long used = last + 1 - block * BLOCK;
         used = used < BLOCK ? used : BLOCK;
         long cols = (used + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
-        outer(q, hd, keys, BLOCK, m, hd, cols, s, BLOCK);
+        outer(q, hd, keys, BLOCK, m, hd, cols, s, BLOCK, values);
         float keep[MAX_TILE_ROWS];
         for (long i = 0; i < m; i++) {
             long valid = first + i / group + 1 - block * BLOCK;
@@ -337,7 +339,10 @@ static void attend(const Kv *kv, const Rows *rows, long layer, long r, long coun
                 memset(s + i * BLOCK, 0, (size_t)cols * sizeof(float));
             }
         }
-        outer(s, BLOCK, values, hd, m, used, hd, part, hd);
+        const store_t *next = block < last / BLOCK ? row_of(kv, rows, r, block + 1, layer) + head * hd * BLOCK
+                              : head + 1 < nkv     ? row_of(kv, rows, r, 0, layer) + (head + 1) * hd * BLOCK
+                                                   : values;
+        outer(s, BLOCK, values, hd, m, used, hd, part, hd, next);
         for (long i = 0; i < m; i++)
             for (long d = 0; d < hd; d += LANES) {
                 float *oi = o + i * hd + d;
