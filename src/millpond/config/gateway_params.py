@@ -33,6 +33,8 @@ class GatewayParams:
     """Value of Retry-After when the service as a whole has no room."""
     token_deadline_s: float = 300.0
     """Longest silence of a running sequence before it is cancelled with an error."""
+    client_deadline_s: float = 60.0
+    """Longest time a client may leave its stream unread before it is taken for gone."""
     ready_silence_s: float = 30.0
     """`/ready` turns red when work waits and no token was produced for so long."""
     drain_s: float = 30.0

@@ -20,6 +20,9 @@ from millpond.serve.gateway.assembly import Piece
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.validate import PreparedCall
 
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say. Source: OpenAI API reference, logprobs."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
@@ -54,8 +57,10 @@ def chat_logprob(token: TokenOut, model: ServedModel) -> schema.TokenLogprob:
     top: list[schema.TopLogprob] = []
     for token_id, logprob in token.top:
         top_text, top_data = fields(token_id)
-        top.append(schema.TopLogprob(token=top_text, logprob=logprob, bytes=top_data))
-    return schema.TokenLogprob(token=text, logprob=token.logprob, bytes=data, top_logprobs=top)
+        top.append(schema.TopLogprob(token=top_text, logprob=max(logprob, MIN_LOGPROB), bytes=top_data))
+    return schema.TokenLogprob(
+        token=text, logprob=max(token.logprob, MIN_LOGPROB), bytes=data, top_logprobs=top
+    )
 
 
 def completion_logprobs(
@@ -74,10 +79,10 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for token_id, logprob in token.top:
             # Ids that stand for parts of characters may share a text: keep the likelier one.
-            top.setdefault(model.token_bytes(token_id).decode(errors="replace"), logprob)
-        top.setdefault(text, token.logprob)
+            top.setdefault(model.token_bytes(token_id).decode(errors="replace"), max(logprob, MIN_LOGPROB))
+        top.setdefault(text, max(token.logprob, MIN_LOGPROB))
         out.text_offset.append(offset)
-        out.token_logprobs.append(token.logprob)
+        out.token_logprobs.append(max(token.logprob, MIN_LOGPROB))
         out.tokens.append(text)
         out.top_logprobs.append(top)
         offset += len(text)

@@ -19,18 +19,24 @@ from millpond.serve.gateway import openai_schema as schema
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.generate import GenerateEndpoint
 from millpond.serve.gateway.http_io import (
+    ClientGone,
     RequestIdMiddleware,
     error_response,
     json_response,
     on_bug,
+    on_client_gone,
     on_http_error,
     read_body,
     run_for_body,
 )
 from millpond.serve.gateway.metrics import CONTENT_TYPE
 from millpond.serve.gateway.openapi import make_document
+from millpond.serve.gateway.service_metrics import render_service
 from millpond.serve.gateway.tenants import Tenant
 from millpond.serve.gateway.validate import check_model, decode_body, plain_messages, refuse
+
+REPORT_DEADLINE_S = 1.0
+"""Time the controller gets to answer a scrape; without it the gateway's own metrics are given."""
 
 
 def make_app(gateway: Gateway) -> ASGIApp:
@@ -54,7 +60,12 @@ def make_app(gateway: Gateway) -> ASGIApp:
         gateway.metrics.on_refused(error.code)
         return error_response(error)
 
-    handlers: dict[Any, Any] = {MillpondError: on_error, HTTPException: on_http_error, Exception: on_bug}
+    handlers: dict[Any, Any] = {
+        MillpondError: on_error,
+        ClientGone: on_client_gone,
+        HTTPException: on_http_error,
+        Exception: on_bug,
+    }
     return RequestIdMiddleware(Starlette(routes=routes, exception_handlers=handlers))
 
 
@@ -135,7 +146,8 @@ class _SmallRoutes:
         return json_response({"status": "not ready", "why": why}, status=503)
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._gateway.metrics.render(), media_type=CONTENT_TYPE)
+        report = await self._gateway.link.fetch_report(REPORT_DEADLINE_S)
+        return Response(self._gateway.metrics.render() + render_service(report), media_type=CONTENT_TYPE)
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": millpond.__version__})

@@ -59,6 +59,7 @@ class Assembly:
 
     def __init__(self, prepared: PreparedCall, model: ServedModel, call: Call) -> None:
         self._call = call
+        self._min_tokens = prepared.sampling.min_tokens
         self._stop_ids = frozenset(prepared.sampling.stop_token_ids)
         self._choices = [
             _Choice(model.make_detokenizer(), prepared.stop) for _ in range(prepared.num_sequences)
@@ -96,7 +97,8 @@ class Assembly:
         finish = token.finish
         if finish is None:
             text = choice.detokenizer.push(token.token_id)
-            if choice.matcher is not None and text:
+            # Like stop tokens, stop strings count only after `min_tokens`.
+            if choice.matcher is not None and text and choice.num_tokens > self._min_tokens:
                 text, is_stopped = choice.matcher.push(text)
                 if is_stopped:
                     self._call.cancel(index)
@@ -107,7 +109,7 @@ class Assembly:
         is_text = not (finish is FinishReason.STOP and token.token_id in self._stop_ids)
         text = choice.detokenizer.push(token.token_id) if is_text else ""
         text += choice.detokenizer.flush()
-        if choice.matcher is not None:
+        if choice.matcher is not None and choice.num_tokens > self._min_tokens:
             text, is_stopped = choice.matcher.push(text)
             if is_stopped:
                 finish = FinishReason.STOP

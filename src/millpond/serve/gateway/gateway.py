@@ -104,6 +104,7 @@ class Gateway:
 
     def prepare(self, body: bytes, *, is_chat: bool) -> PreparedCall:
         """Parse and check a body. May take long for a long prompt; safe in a thread."""
+        self.check_open()
         seed = secrets.randbelow(2**63)
         max_model_len = self.link.max_model_len
         if is_chat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -16,6 +17,7 @@ from millpond.serve.gateway.answer import AnswerHead, make_answer
 from millpond.serve.gateway.assembly import Assembly, Piece
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.http_io import (
+    REQUEST_ID,
     ClientGone,
     error_response,
     json_response,
@@ -26,6 +28,8 @@ from millpond.serve.gateway.http_io import (
 from millpond.serve.gateway.link import Call
 from millpond.serve.gateway.stream import error_event, make_format
 from millpond.serve.gateway.validate import PreparedCall
+
+log = structlog.get_logger(__name__)
 
 
 class GenerateEndpoint:
@@ -58,7 +62,7 @@ class GenerateEndpoint:
                 model=prepared.model,
                 system_fingerprint=f"millpond-{millpond.__version__}",
             )
-            run = _Run(gateway, prepared, call, permit, head, arrived_ns)
+            run = _Run(gateway, prepared, call, permit, head, arrived_ns, scope[REQUEST_ID])
             # The watcher is a task of its own, once per call; it ends the call, not this task.
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(_watch(receive, call))
@@ -79,6 +83,7 @@ class _Run:
         permit: Permit,
         head: AnswerHead,
         arrived_ns: int,
+        request_id: str,
     ) -> None:
         self._gateway = gateway
         self._prepared = prepared
@@ -86,6 +91,7 @@ class _Run:
         self._permit = permit
         self._head = head
         self._arrived_ns = arrived_ns
+        self._request_id = request_id
         self._first_ns: int | None = None
         self._assembly = Assembly(prepared, gateway.model, call)
         self._reason = "aborted"
@@ -98,7 +104,7 @@ class _Run:
             else:
                 await self._whole(send)
         except ClientGone:
-            return
+            self._reason = "aborted"
         except MillpondError as error:
             self._reason = error.code
             await send_response(send, error_response(error))
@@ -134,7 +140,7 @@ class _Run:
             while True:
                 data = form.events(pieces)
                 if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await self._send_part(send, data)
                 if assembly.is_done:
                     break
                 pieces = await self._next()
@@ -144,15 +150,35 @@ class _Run:
             data = error_event(error)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
+    async def _send_part(self, send: Send, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._gateway.params.client_deadline_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            # It holds its place in every queue and reads nothing: returning closes its connection.
+            raise ClientGone from None
+
     def _book(self) -> None:
         num_tokens = self._assembly.num_output_tokens
         self._permit.num_output_tokens = num_tokens
         first_ns = self._first_ns if num_tokens else None
+        ttft_s = None if first_ns is None else (first_ns - self._arrived_ns) / SECOND_NS
+        latency_s = (self._gateway.clocks.monotonic_ns() - self._arrived_ns) / SECOND_NS
         self._gateway.metrics.on_ended(
             self._reason,
-            ttft_s=None if first_ns is None else (first_ns - self._arrived_ns) / SECOND_NS,
-            latency_s=(self._gateway.clocks.monotonic_ns() - self._arrived_ns) / SECOND_NS,
+            ttft_s=ttft_s,
+            latency_s=latency_s,
             num_tokens_per_choice=num_tokens / self._prepared.num_sequences,
+        )
+        log.info(
+            "request.ended",
+            call_id=self._head.id,
+            request_id=self._request_id,
+            reason=self._reason,
+            num_prompt_tokens=self._prepared.num_prompt_tokens,
+            num_output_tokens=num_tokens,
+            ttft_s=ttft_s,
+            latency_s=latency_s,
         )
 
 

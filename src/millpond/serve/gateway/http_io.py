@@ -23,6 +23,9 @@ from millpond.serve.gateway.answer import make_error, retry_after_of, status_of
 
 INLINE_BODY_BYTES = 32 << 10
 """Larger bodies are parsed and tokenised in a thread, so that running streams do not stutter."""
+CLIENT_GONE_STATUS = 499
+REQUEST_ID = "millpond.request_id"
+"""Key of the request's id in the ASGI scope."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _json = msgspec.json.Encoder().encode
@@ -108,6 +111,11 @@ def on_http_error(request: Request, error: HTTPException) -> Response:
     return response
 
 
+def on_client_gone(_request: Request, _error: Exception) -> Response:
+    """Answer for nobody: the client left before its request was complete."""
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
 def on_bug(_request: Request, _error: Exception) -> Response:
     """Answer for our own bugs; Starlette raises the exception again, for the log."""
     body = schema.ErrorBody(
@@ -128,7 +136,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope[REQUEST_ID] = request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
         def with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from millpond.core.errors import DeadlineExceeded, OverloadError
-from millpond.core.events import Cancel, GatewayUp, ServiceState, Submit, TokenOut, TokensOut
+from millpond.core.events import (
+    Cancel,
+    GatewayUp,
+    ServiceState,
+    StatusQuery,
+    StatusReport,
+    Submit,
+    TokenOut,
+    TokensOut,
+)
 from millpond.core.ids import GatewayId, RequestId
 from millpond.core.plan import RequestEnded, Resubmit
 from millpond.core.request import FinishReason, RequestSpec
@@ -162,6 +171,8 @@ class ControllerLink:
         self.num_waiting_tokens = 0
         """Prompt tokens of those."""
         self._progress_ns = now_ns()
+        self._queries: dict[int, asyncio.Future[str]] = {}
+        self._num_queries = 0
 
     # --- what the service is like -------------------------------------------------------------
 
@@ -185,6 +196,22 @@ class ControllerLink:
     def silence_s(self) -> float:
         """Seconds without progress: no token was produced although work waits. 0 when idle."""
         return (self._now_ns() - self._progress_ns) / SECOND_NS if self._open else 0.0
+
+    async def fetch_report(self, deadline_s: float) -> str | None:
+        """Ask the controller for its status; the JSON text, or None if it does not answer in time."""
+        self._num_queries += 1
+        query_id = self._num_queries
+        if not self._channel.send(StatusQuery(query_id)):
+            return None
+        answer = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            del self._queries[query_id]
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -260,6 +287,10 @@ class ControllerLink:
                 self._on_resubmit(message)
             case RequestEnded():
                 self._on_ended(message)
+            case StatusReport(query_id=query_id, json_text=text):
+                query = self._queries.get(query_id)
+                if query is not None and not query.done():
+                    query.set_result(text)
             case _:
                 self.num_dropped += 1
 

@@ -65,7 +65,7 @@ class GatewayMetrics:
             "millpond_request_refused", "Calls that were refused", ("reason",), registry=self.registry
         )
         self._prompt_tokens = Counter(
-            "millpond_prompt_tokens", "Prompt tokens of accepted calls", registry=self.registry
+            "millpond_request_prompt_tokens", "Prompt tokens of accepted calls", registry=self.registry
         )
         self._prompt_alias = Counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted calls", labels, registry=self.registry
@@ -120,7 +120,7 @@ class _LinkCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         link = self._link
         counts = {
-            "millpond_output_tokens": ("Output tokens delivered", link.num_tokens),
+            "millpond_request_output_tokens": ("Output tokens delivered", link.num_tokens),
             "millpond_token_dropped": ("Worker tokens that added nothing", link.num_dropped),
             "millpond_request_resubmitted": ("Attempts after the first", link.num_resubmitted),
         }

@@ -17,7 +17,7 @@ import httpx
 from millpond.config.gateway_params import GatewayParams, TenantParams
 from millpond.core.chance import Chance
 from millpond.core.errors import InvalidRequest
-from millpond.core.events import Cancel, GatewayUp, ServiceState, Submit, TokensOut
+from millpond.core.events import Cancel, GatewayUp, ServiceState, StatusQuery, StatusReport, Submit, TokensOut
 from millpond.core.ids import GatewayId, GroupId, RequestId
 from millpond.core.plan import RequestEnded, TokenOut
 from millpond.core.request import FinishReason, RequestSpec
@@ -131,6 +131,8 @@ class FakeService:
     ending: RequestEnded | None = None
     """Sent instead of the tokens of choice 0 after `num_before_ending`."""
     num_before_ending: int = 0
+    report: str = '{"queue": {"num_queued": 0, "num_requests": 0}, "groups": {}}'
+    """Its status."""
     submits: list[RequestSpec] = field(default_factory=list)
     cancels: list[RequestId] = field(default_factory=list)
     num_announced: int = 0
@@ -149,6 +151,9 @@ class FakeService:
                 self.cancels.append(request_id)
             case GatewayUp():
                 self.num_announced += 1
+            case StatusQuery(query_id=query_id):
+                report = StatusReport(query_id, self.report)
+                asyncio.get_running_loop().call_soon(self.link.on_message, report)
         return True
 
     def _say(self, spec: RequestSpec, tokens: list[TokenOut], index: int) -> None:

@@ -171,8 +171,8 @@ def test_metrics_count_calls_tokens_and_refusals_under_both_names() -> None:
         'millpond_request_finished_total{reason="stop"} 1.0',
         'millpond_request_finished_total{reason="length"} 1.0',
         'millpond_request_refused_total{reason="invalid_value"} 1.0',
-        "millpond_prompt_tokens_total 40.0",
-        "millpond_output_tokens_total 6.0",
+        "millpond_request_prompt_tokens_total 40.0",
+        "millpond_request_output_tokens_total 6.0",
         "millpond_request_ttft_seconds_count 2.0",
         "millpond_request_tpot_seconds_count 2.0",
         "millpond_sequences_running 0.0",
@@ -183,3 +183,33 @@ def test_metrics_count_calls_tokens_and_refusals_under_both_names() -> None:
         'vllm:request_success_total{finished_reason="stop",model_name="bytes"} 1.0',
     ):
         assert line in text.splitlines()
+
+
+def test_metrics_include_what_the_controller_reports() -> None:
+    rank = {
+        "rank": 0, "num_seqs": 3, "num_queued": 2, "queued_tokens": 9, "kv_tokens": 8, "free_blocks": 7,
+        "free_slots": 6,
+    }  # fmt: skip
+    values = {"millpond_prompt_tokens_total:computed": 5.0, "millpond_handoff_send_num_open": 1.0}
+    report = {
+        "queue": {"num_queued": 4, "num_requests": 5},
+        "groups": {"p0": {"role": "prefill", "ranks": [rank], "values": values}},
+    }
+    gateway = make_gateway(FakeService(report=json.dumps(report)))
+    lines = ask(gateway, "/metrics", method="GET").text.splitlines()
+    for line in (
+        "millpond_controller_up 1.0",
+        "millpond_queue_requests 4.0",
+        'millpond_kv_blocks_free{group="p0",rank="0",role="prefill"} 7.0',
+        'millpond_prompt_tokens_total{group="p0",source="computed"} 5.0',
+        'millpond_handoff_send_num_open{group="p0",source=""} 1.0',
+    ):
+        assert line in lines
+    for name in {line.split()[2] for line in lines if line.startswith("# TYPE")}:
+        assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
+
+
+def test_metrics_come_without_a_controller() -> None:
+    lines = ask(make_gateway(FakeService(is_full=True)), "/metrics", method="GET").text.splitlines()
+    assert "millpond_controller_up 0.0" in lines
+    assert "millpond_sequences_running 0.0" in lines

@@ -68,6 +68,13 @@ def test_a_stop_string_in_the_very_last_token_counts() -> None:
     assert response["choices"][0]["finish_reason"] == "stop"
 
 
+def test_stop_strings_count_only_after_min_tokens() -> None:
+    gateway = make_gateway(FakeService(says("aENDbENDc")))
+    for min_tokens, expected in ((0, "a"), (1, "a"), (3, "aENDb"), (4, "aENDb"), (8, "aENDbENDc")):
+        streamed, whole = both(gateway, CHAT, chat_body(stop="END", min_tokens=min_tokens))
+        assert streamed == whole == expected
+
+
 HARD_TEXT = "안녕하세요 👩‍👩‍👧‍👦 naïve e\u0301 漢字 🏳️‍🌈 각"
 
 

@@ -1,0 +1,1 @@
+"""Processes that the gateway benchmark runs beside the gateway."""

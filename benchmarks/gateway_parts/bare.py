@@ -1,0 +1,52 @@
+"""A bare SSE app on the gateway's own stack (Starlette, uvicorn, uvloop, httptools): nothing but constant chunks.
+
+Run as `python -m benchmarks.gateway_parts.bare PORT`. The body of a POST says {"n": chunks, "step_us": pause}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+CHUNK = (
+    b'data: {"id":"chatcmpl-0123456789abcdef01234567","object":"chat.completion.chunk","created":1700000000,'
+    b'"model":"synthetic","system_fingerprint":"millpond-0.1.0","choices":[{"index":0,"delta":{"content":'
+    b'" 2f1"},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+
+
+async def stream(request: Request) -> Response:
+    """Stream constant chunks."""
+    asked = json.loads(await request.body())
+    pause_s = asked["step_us"] / 1e6
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(asked["n"]):
+            yield CHUNK
+            await asyncio.sleep(pause_s)
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
+async def ready(_request: Request) -> Response:
+    """Say that the app is up."""
+    return Response(b"ok")
+
+
+if __name__ == "__main__":
+    app = Starlette(
+        routes=[Route("/stream", stream, methods=["POST"]), Route("/ready", ready, methods=["GET"])]
+    )
+    uvicorn.run(
+        app, port=int(sys.argv[1]), loop="uvloop", http="httptools", ws="none", lifespan="off", proxy_headers=False,
+        log_config=None, access_log=False, server_header=False, date_header=False,
+    )  # fmt: skip
