@@ -38,8 +38,8 @@ from millpond.engine.splitmix import GOLDEN_GAMMA, mix64
 from millpond.engine.word_tokenizer import FIRST_WORD
 
 _SCRATCH_WORDS = 1 << 13
-"""Most words generated at once: 64 KiB. Larger temporaries are mapped afresh by the allocator each time, which
-made a step of 32 sequences 2.5 times slower."""
+"""Most words generated at once: 64 KiB. Larger temporaries are mapped afresh by the allocator each time,
+which made a step of 32 sequences 2.5 times slower."""
 
 
 @dataclass(slots=True)
