@@ -213,9 +213,12 @@ class GroupScheduler:
         ranks: tuple[RankPlan, ...] = ()
         num_steps = 1
         if kind is StepKind.DECODE:
+            num_ended = len(self._outbox.ended)
             room = [decode.make_room() for decode in self._decodes]
+            has_preempted = len(self._outbox.ended) > num_ended
             if any(decode.wants_step for decode in self._decodes):
-                num_steps = self._decode_span(max_steps)
+                # Memory that preemption freed may admit somebody before the next step.
+                num_steps = 1 if has_preempted else self._decode_span(max_steps)
                 ranks = tuple(d.plan(r) for d, r in zip(self._decodes, room, strict=True))
         elif kind is StepKind.PREFILL:
             ranks = tuple(prefill.plan() for prefill in self._prefills)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from millpond.control.dispatcher import DispatchParams, Dispatcher
+from millpond.control.dispatcher import Dispatcher, DispatchParams
 from millpond.control.group_scheduler import GroupRole
 from millpond.control.invariants import require_sound
 from millpond.core.events import (
@@ -237,7 +237,7 @@ def test_news_of_an_old_attempt_does_not_touch_the_new_one():
 
 
 def test_an_end_reported_by_a_group_that_does_not_hold_the_queued_attempt_changes_nothing():
-    """The gateway came first after a controller restart; the group's last words are about the same attempt."""
+    """The gateway came first after a restart; the group speaks of the attempt that is queued again."""
     desk = desk_1p1d(room=0)
     desk.tell(Submit(make_spec()))
     assert desk.after(ended("d0")) == NOTHING

@@ -1,0 +1,39 @@
+"""What the simulator assumes about the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SimCostParams:
+    """Constant costs. The defaults are round numbers near one CPU core with a model of 135 M parameters."""
+
+    prefill_step_ns: int = 2_000_000
+    """Fixed part of a prefill step."""
+    prefill_token_ns: int = 1_000_000
+    """Each token of the rank with the most tokens in a prefill step."""
+    decode_step_ns: int = 12_000_000
+    """Fixed part of a decode step."""
+    decode_row_ns: int = 1_000_000
+    """Each row of the rank with the most rows in a decode step."""
+    message_ns: int = 200_000
+    """Way of one control message or of the tokens of one step."""
+    handoff_setup_ns: int = 500_000
+    """Fixed part of a handoff, after the last chunk is computed."""
+    handoff_bytes_per_s: int = 2_000_000_000
+    """Speed of a handoff."""
+    kv_bytes_per_token: int = 23_040
+    """Bytes of KV that a handoff moves for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimRankParams:
+    """Memory of one simulated rank."""
+
+    num_blocks: int = 96
+    """Blocks of 128 tokens."""
+    num_slots: int = 32
+    """State slots: most sequences that hold memory at once."""
+    max_model_len: int = 8192
+    """Most tokens of one sequence, before the memory lowers it."""
