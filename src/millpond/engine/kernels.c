@@ -92,9 +92,10 @@ INLINE float max_lanes(vf x) {
     return m;
 }
 
-/* e^x for x <= 88, relative error below 2e-7; exactly 1 at 0. Cephes' reduction and polynomial. */
+/* e^x with x limited to [-87, 88], relative error below 2e-7; exactly 1 at 0. Cephes' reduction and polynomial. */
 INLINE vf exp_v(vf x) {
     x = choose(x < -87.0f, splat(-87.0f), x);
+    x = choose(x > 88.0f, splat(88.0f), x);
     vf t = x * 1.44269504f;
     vf f = (t + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: rounds to an integer */
     vi n = __builtin_convertvector(f, vi);
