@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from millpond.config.load import load_config
+from millpond.config.sections import Config
 from millpond.serve.status import fetch_status
 
 START_DEADLINE_S = 120.0
@@ -37,7 +38,7 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> N
 class Service:
     """A running service and what a test may do to it."""
 
-    config_file: Path
+    config: Config
     process: subprocess.Popen[bytes]
     url: str
     log_file: Path
@@ -45,7 +46,7 @@ class Service:
     @property
     def status(self) -> dict[str, Any]:
         """The controller's status."""
-        return fetch_status(load_config(self.config_file).config)
+        return fetch_status(self.config)
 
     def pid(self, group: str) -> int:
         """Process id of a group's leader."""
@@ -85,8 +86,11 @@ class Service:
             ranks = [rank for group in status["groups"].values() for rank in group["ranks"]]
             return (
                 status["queue"] == {"num_queued": 0, "num_requests": 0}
-                and len(status["groups"]) == len(load_config(self.config_file).config.groups)
-                and all(r["num_seqs"] == r["num_queued"] == r["kv_tokens"] == r["queued_tokens"] == 0 for r in ranks)
+                and len(status["groups"]) == len(self.config.groups)
+                and all(
+                    r["num_seqs"] == r["num_queued"] == r["kv_tokens"] == r["queued_tokens"] == 0
+                    for r in ranks
+                )
             )
 
         wait_until(is_empty, deadline_s, f"empty, but {self.status}")
@@ -98,10 +102,16 @@ class Service:
             self.process.wait(deadline_s)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Return a function that finds a free TCP port."""
+    return find_free_port
 
 
 @pytest.fixture
@@ -114,15 +124,22 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         # Socket paths are limited to 107 bytes, which pytest's own folders may exceed.
         run_dir = Path(tempfile.mkdtemp(prefix="mp-"))
         folders.append(run_dir)
-        port = free_port()
+        port = find_free_port()
         config_file = run_dir / "service.toml"
-        base = f'[supervise]\nrun_dir = "{run_dir / "run"}"\nstate_dir = "{run_dir / "state"}"\npin_cores = false\n'
-        config_file.write_text(f"{base}[gateway]\nport = {port}\n{toml}")
+        config_file.write_text(toml)
+        settings = (
+            f"supervise.run_dir={run_dir / 'run'}",
+            f"supervise.state_dir={run_dir / 'state'}",
+            "supervise.pin_cores=false",
+            f"gateway.port={port}",
+        )
         log_file = tmp_path / f"service-{port}.log"
-        command = [sys.executable, "-m", "millpond.cli.main", "serve", "--config", str(config_file), *arguments]
+        command = [sys.executable, "-m", "millpond.cli.main", "serve", "--config", str(config_file)]
+        command += [f"--set={setting}" for setting in settings] + list(arguments)
         with log_file.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        service = Service(config_file, process, f"http://127.0.0.1:{port}", log_file)
+        config = load_config(config_file, settings).config
+        service = Service(config, process, f"http://127.0.0.1:{port}", log_file)
         services.append(service)
         service.wait_ready()
         return service
@@ -130,7 +147,7 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     yield start
     for service in services:
         service.stop()
-        assert not (service.config_file.parent / "run").exists(), "the run folder stayed behind"
+        assert not Path(service.config.supervise.run_dir).exists(), "the run folder stayed behind"
         left = [path.name for path in SHM.glob("millpond*") if f"-{service.process.pid}-" in path.name]
         assert not left, f"shared memory stayed behind: {left}"
     for folder in folders:

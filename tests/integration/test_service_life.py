@@ -53,12 +53,15 @@ def read_stream(url: str, body: dict[str, object], on_event: Callable[[], None] 
     raise AssertionError(f"the stream ended without [DONE] after {text!r}")
 
 
-def run_streams(service: Service, disturb: Callable[[], None] | None = None, max_tokens: int = 60) -> list[str]:
+def run_streams(
+    service: Service, disturb: Callable[[], None] | None = None, max_tokens: int = 60
+) -> list[str]:
     """Run all streams at once; call `disturb` when every one has begun."""
     begun = [threading.Event() for _ in range(NUM_STREAMS)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [
-            pool.submit(read_stream, service.url, body_of(i, max_tokens), begun[i].set) for i in range(NUM_STREAMS)
+            pool.submit(read_stream, service.url, body_of(i, max_tokens), begun[i].set)
+            for i in range(NUM_STREAMS)
         ]
         if disturb is not None:
             for event in begun[: NUM_STREAMS // 2]:
@@ -137,7 +140,9 @@ def test_gateway_death_frees_everything(start_service: Callable[..., Service], s
 
 
 @pytest.mark.timeout(300)
-def test_bug_60_sigterm_lets_streams_finish(start_service: Callable[..., Service], synthetic_toml: str) -> None:
+def test_bug_60_sigterm_lets_streams_finish(
+    start_service: Callable[..., Service], synthetic_toml: str
+) -> None:
     service = start_service(synthetic_toml)
     undisturbed = run_streams(service, max_tokens=150)
     disturbed = run_streams(service, lambda: service.process.send_signal(signal.SIGTERM), max_tokens=150)
