@@ -140,7 +140,7 @@ class _Run:
             while True:
                 data = form.events(pieces)
                 if data:
-                    await self._send_part(send, data)
+                    await self._send_part(send, data, more=True)
                 if assembly.is_done:
                     break
                 pieces = await self._next()
@@ -148,12 +148,12 @@ class _Run:
         except MillpondError as error:
             self._reason = error.code
             data = error_event(error)
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_part(send, data, more=False)
 
-    async def _send_part(self, send: Send, data: bytes) -> None:
+    async def _send_part(self, send: Send, data: bytes, *, more: bool) -> None:
         try:
             async with asyncio.timeout(self._gateway.params.client_deadline_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             # It holds its place in every queue and reads nothing: returning closes its connection.
             raise ClientGone from None

@@ -217,11 +217,11 @@ class ChatAnswer(Struct, kw_only=True):
     """Answer of `POST /v1/chat/completions` without `stream`."""
 
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
 
 
@@ -245,10 +245,10 @@ class ChatChunk(Struct, kw_only=True):
     """One event of a streamed chat completion."""
 
     id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
 
@@ -266,10 +266,10 @@ class CompletionAnswer(Struct, kw_only=True):
     """Answer of `POST /v1/completions`, and each event of its stream."""
 
     id: str
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
 
@@ -278,9 +278,9 @@ class ModelCard(Struct, kw_only=True):
     """One served name."""
 
     id: str
+    object: Literal["model"] = "model"
     created: int
     max_model_len: int
-    object: Literal["model"] = "model"
     owned_by: str = "millpond"
 
 

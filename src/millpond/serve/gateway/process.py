@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 import uvicorn
 import uvloop
+from prometheus_client import disable_created_metrics
 
 from millpond.config.gateway_params import GatewayParams
 from millpond.config.sections import Config
@@ -55,6 +56,7 @@ def run_gateway(config: Config, folder: RunFolder) -> None:
     Raises:
         ConfigError: The port is in use, the model or the tenants cannot be used.
     """
+    disable_created_metrics()  # a second series per counter that nobody reads
     model = load_served_model(config)
     tenant_names = [tenant.name for tenant in config.tenants] or [OPEN_TENANT]
     tenants = Tenants(config.tenants, load_salts(Path(config.supervise.state_dir), tenant_names))
