@@ -46,7 +46,10 @@ def test_the_tree_keeps_every_contract():
         ("control/planted.py", "import time", "pure core"),
         ("sim/planted.py", "import asyncio", "sim is light"),
         ("engine/planted.py", "import millpond.control", "engine obeys"),
-        ("serve/gateway/planted.py", "import torch", "gateway and controller never load torch"),
+        ("policies/queue_order.py", "import millpond.policies.step_vote", "policies stand alone"),
+        ("serve/gateway/link.py", "import torch", "gateway and controller never load torch"),
+        ("control/dispatcher.py", "import torch", "gateway and controller never load torch"),
+        ("core/ids.py", "import millpond.core.request", "no cycles"),
     ],
 )
 def test_a_planted_violation_breaks_its_contract(tmp_path: Path, module: str, statement: str, contract: str):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from millpond.core.ids import GatewayId, RequestId
 
 if TYPE_CHECKING:
-    TokenIds: TypeAlias = array[int]
+    TokenIds: TypeAlias = "array[int]"
 else:
     TokenIds = array  # array.array cannot be subscripted at run time before Python 3.12
 """Token container of the core: `array('i')`, int32 (interfaces A.1)."""
