@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from millpond.config.sim_params import SimCostParams
 from millpond.core.events import HandoffArrived, HandoffClosed, HandoffFailed, HandoffSent
+from millpond.core.ids import GroupId, RequestId
 from millpond.core.plan import HandoffClose, HandoffFinish, HandoffReceive, HandoffSend
 from millpond.core.units import SECOND_NS
 from millpond.sim.kernel import Kernel
 
-Key = tuple[str, int]
+Key = tuple[RequestId, int, GroupId]
+"""(request, attempt, decode group)."""
 HandoffEvent = HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed
 Deliver = Callable[[HandoffEvent], None]
 
@@ -32,7 +34,11 @@ class _Half:
 
 
 class Handoffs:
-    """All handoffs of the cluster, by (request, attempt)."""
+    """All handoffs of the cluster.
+
+    After a controller restart two groups may, for a moment, work on the same attempt; each receiver takes
+    the first sender that offers it, as its sockets would.
+    """
 
     def __init__(self, kernel: Kernel, costs: SimCostParams) -> None:
         self._kernel = kernel
@@ -49,31 +55,31 @@ class Handoffs:
 
     def send(self, owner: str, deliver: Deliver, order: HandoffSend) -> None:
         """The prefill side will stream this sequence."""
-        key = (order.request_id, order.attempt)
-        half = self._sending[key] = _Half(owner, deliver, order.num_tokens)
+        key = (order.request_id, order.attempt, order.to.group)
+        half = _Half(owner, deliver, order.num_tokens)
+        if key in self._sending:
+            self._soon(deliver, HandoffFailed(*key[:2], "somebody else sends it"))
+            return
+        self._sending[key] = half
         self._expire(self._sending, self._receiving, key, half)
 
-    def receive(self, owner: str, deliver: Deliver, order: HandoffReceive) -> None:
+    def receive(self, owner: str, group: GroupId, deliver: Deliver, order: HandoffReceive) -> None:
         """The decode side has memory for this sequence."""
-        key = (order.request_id, order.attempt)
+        key = (order.request_id, order.attempt, group)
         half = self._receiving[key] = _Half(owner, deliver, order.num_tokens)
         self._expire(self._receiving, self._sending, key, half)
         self._start(key)
 
-    def finish(self, order: HandoffFinish) -> None:
+    def finish(self, owner: str, order: HandoffFinish) -> None:
         """The last chunk is computed."""
-        key = (order.request_id, order.attempt)
-        half = self._sending.get(key)
-        if half is not None:
-            half.first_token_id = order.first_token_id
+        for key in _halves(self._sending, owner, order.request_id, order.attempt):
+            self._sending[key].first_token_id = order.first_token_id
             self._start(key)
 
     def close(self, owner: str, deliver: Deliver, order: HandoffClose) -> None:
         """One side wants its blocks back; the other side fails."""
-        key = (order.request_id, order.attempt)
         for mine, other in ((self._sending, self._receiving), (self._receiving, self._sending)):
-            half = mine.get(key)
-            if half is not None and half.owner == owner:
+            for key in _halves(mine, owner, order.request_id, order.attempt):
                 del mine[key]
                 self._fail(other, key, "closed by the other side")
         self._soon(deliver, HandoffClosed(order.request_id, order.attempt))
@@ -100,16 +106,14 @@ class Handoffs:
             return
         del self._receiving[key]
         self.num_arrived += 1
-        request_id, attempt = key
-        first_token_id = sender.first_token_id
-        assert first_token_id is not None  # noqa: S101 - `_start` saw it
-        receiver.deliver(HandoffArrived(request_id, attempt, first_token_id))  # type: ignore[arg-type]
+        assert sender.first_token_id is not None  # noqa: S101 - `_start` saw it
+        receiver.deliver(HandoffArrived(*key[:2], sender.first_token_id))
         self._kernel.after(self._costs.message_ns, ORDER, lambda: self._confirm(key, sender))
 
     def _confirm(self, key: Key, sender: _Half) -> None:
         if self._sending.get(key) is sender:
             del self._sending[key]
-            sender.deliver(HandoffSent(*key))  # type: ignore[arg-type]
+            sender.deliver(HandoffSent(*key[:2]))
 
     def _expire(self, mine: dict[Key, _Half], other: dict[Key, _Half], key: Key, half: _Half) -> None:
         def check() -> None:
@@ -122,7 +126,11 @@ class Handoffs:
         half = side.pop(key, None)
         if half is not None:
             self.num_failed += 1
-            self._soon(half.deliver, HandoffFailed(*key, why))  # type: ignore[arg-type]
+            self._soon(half.deliver, HandoffFailed(*key[:2], why))
 
     def _soon(self, deliver: Deliver, event: HandoffEvent) -> None:
         self._kernel.after(self._costs.message_ns, ORDER, lambda: deliver(event))
+
+
+def _halves(side: dict[Key, _Half], owner: str, request_id: RequestId, attempt: int) -> list[Key]:
+    return [key for key, half in side.items() if half.owner == owner and key[:2] == (request_id, attempt)]

@@ -156,9 +156,9 @@ class SimLeader:
         for send in plan.sends:
             self._handoffs.send(self._owner, self._on_handoff, send)
         for receive in plan.receives:
-            self._handoffs.receive(self._owner, self._on_handoff, receive)
+            self._handoffs.receive(self._owner, self._name, self._on_handoff, receive)
         for finish in plan.finishes:
-            self._handoffs.finish(finish)
+            self._handoffs.finish(self._owner, finish)
         for close in plan.closes:
             self._handoffs.close(self._owner, self._on_handoff, close)
         if plan.ranks:
