@@ -18,15 +18,16 @@ NUM_STREAMS = 20
 MIXED = '[[group]]\nname = "m0"\nrole = "mixed"\n'
 
 
-def body_of(index: int, max_tokens: int = 60) -> dict[str, object]:
+def body_of(index: int, max_tokens: int = 60, model: str = "synthetic") -> dict[str, object]:
     """One completion request; prompts differ in length and content."""
     prompt = f"stream {index}: " + "the mill turns while water is in the pond. " * (1 + index)
     return {
-        "model": "synthetic",
+        "model": model,
         "prompt": prompt,
         "max_tokens": max_tokens,
         "ignore_eos": True,
-        "temperature": 0,
+        "temperature": 0.8,
+        "seed": index,
         "stream": True,
     }
 
@@ -54,13 +55,16 @@ def read_stream(url: str, body: dict[str, object], on_event: Callable[[], None] 
 
 
 def run_streams(
-    service: Service, disturb: Callable[[], None] | None = None, max_tokens: int = 60
+    service: Service,
+    disturb: Callable[[], None] | None = None,
+    max_tokens: int = 60,
+    model: str = "synthetic",
 ) -> list[str]:
     """Run all streams at once; call `disturb` when every one has begun."""
     begun = [threading.Event() for _ in range(NUM_STREAMS)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [
-            pool.submit(read_stream, service.url, body_of(i, max_tokens), begun[i].set)
+            pool.submit(read_stream, service.url, body_of(i, max_tokens, model), begun[i].set)
             for i in range(NUM_STREAMS)
         ]
         if disturb is not None:
