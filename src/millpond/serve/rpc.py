@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket as std_socket
 import threading
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 import structlog
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from millpond.config import wire
-from millpond.core.errors import ConfigError, DataError
-from millpond.serve.keys import ClusterKeys, check_socket_path, claim_socket_path
+from millpond.core.errors import DataError
+from millpond.serve.network import Network
 
 MAX_QUEUED_MESSAGES = 10_000
 """High-water mark per peer and direction."""
@@ -38,7 +37,6 @@ MAX_RECONNECT_MS = 500
 HEARTBEAT_MS = 2_000
 """TCP only: a peer whose host vanished is noticed after `HEARTBEAT_TIMEOUT_MS`."""
 HEARTBEAT_TIMEOUT_MS = 10_000
-ZAP_DOMAIN = "millpond"
 
 log = structlog.get_logger(__name__)
 Received = TypeVar("Received")
@@ -50,95 +48,6 @@ class Connected:
 
     Introduce yourself (again) now: the peer may be a new process.
     """
-
-
-class _ClientList:
-    """Admits the cluster's client key and nobody else (asked by pyzmq's authenticator)."""
-
-    def __init__(self, keys: ClusterKeys) -> None:
-        self._client_key = keys.client_public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._client_key  # both Z85; a public key, so no timing to hide
-
-
-class Network:
-    """Owner of this process's ZeroMQ context and of its membership in the cluster.
-
-    Args:
-        keys: Needed for tcp:// endpoints only.
-    """
-
-    def __init__(self, keys: ClusterKeys | None = None) -> None:
-        self.context = zmq.Context()
-        self._keys = keys
-        self._authenticator: ThreadAuthenticator | None = None
-
-    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Bind `socket`, as a server where keys apply.
-
-        Returns:
-            The endpoint peers connect to; `tcp://host:*` has become a port.
-
-        Raises:
-            ConfigError: In use, not permitted, not private, or without the keys it needs.
-        """
-        if endpoint.startswith("ipc://"):
-            claim_socket_path(_ipc_path(endpoint))  # libzmq itself would take over a live process's socket
-        else:
-            keys = self._keys_for(endpoint)
-            if self._authenticator is None:
-                self._authenticator = ThreadAuthenticator(self.context)
-                self._authenticator.start()
-                self._authenticator.configure_curve_callback(ZAP_DOMAIN, _ClientList(keys))
-            socket.zap_domain = ZAP_DOMAIN.encode()
-            socket.curve_server = True
-            socket.curve_secretkey = keys.server_secret.encode()
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot bind {endpoint}: {error.strerror}") from error
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Connect `socket`, as a client where keys apply. Goes on trying in the background.
-
-        Raises:
-            ConfigError: The endpoint is not private or lacks the keys it needs.
-        """
-        if endpoint.startswith("ipc://"):
-            check_socket_path(_ipc_path(endpoint))
-        else:
-            keys = self._keys_for(endpoint)
-            socket.curve_serverkey = keys.server_public.encode()
-            socket.curve_publickey = keys.client_public.encode()
-            socket.curve_secretkey = keys.client_secret.encode()
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
-
-    def close(self) -> None:
-        """Close the context. Close every socket first."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
-        self.context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _keys_for(self, endpoint: str) -> ClusterKeys:
-        if not endpoint.startswith("tcp://"):
-            raise ConfigError(f"{endpoint} is neither an ipc:// nor a tcp:// endpoint")
-        if self._keys is None:
-            raise ConfigError(f"{endpoint} leaves the host's private folder and needs the cluster's keys")
-        return self._keys
 
 
 class _Channel(Generic[Received]):
@@ -415,7 +324,7 @@ def wait_any(sources: tuple[Source, ...], timeout_s: float) -> bool:
     for source in sources:
         for item in source.poll_items():
             poller.register(item, zmq.POLLIN)
-    return bool(poller.poll(int(timeout_s * 1000)))
+    return bool(poller.poll(math.ceil(timeout_s * 1000)))
 
 
 def _read_single(frames: list[bytes], max_bytes: int) -> object:
@@ -434,7 +343,3 @@ def _has_input(socket: zmq.Socket[bytes]) -> bool:
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def _ipc_path(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix("ipc://"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import uvloop
 import zmq
 
 from millpond.config import wire
@@ -250,7 +251,10 @@ def test_a_thread_wakes_a_waiting_loop(network: Network, run_folder: Path) -> No
     wakeup.post("late")
 
 
-def test_coroutines_receive_while_others_send(run_folder: Path) -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_coroutines_receive_while_others_send(
+    run_folder: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def answer(router: Router) -> None:
         while True:
             peer, message = await router.recv_async()
@@ -258,7 +262,7 @@ def test_coroutines_receive_while_others_send(run_folder: Path) -> None:
 
     async def scenario() -> int:
         with Network() as network, Router(network, f"ipc://{run_folder}/c") as router:
-            server = asyncio.create_task(answer(router))  # noqa: TID251 - cancelled below
+            server = asyncio.create_task(answer(router))
             with Dealer(network, router.endpoint, "g0") as dealer:
                 assert await dealer.recv_async() == Connected()
                 num_received = 0
@@ -273,4 +277,5 @@ def test_coroutines_receive_while_others_send(run_folder: Path) -> None:
                 await server
             return num_received
 
-    assert asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S)) == 310
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(asyncio.wait_for(scenario(), DEADLINE_S)) == 310

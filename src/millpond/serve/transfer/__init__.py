@@ -5,7 +5,9 @@
     send_side      decisions of the prefill side    (no I/O, no clock)
     receive_side   decisions of the decode side     (no I/O, no clock)
     ring           shared memory between two processes of one host
-    stream         blocking sockets, addresses, mutual proof of membership
+    stream         blocking sockets and addresses
+    handshake      mutual proof of membership, agreement on layout and ring
+    peer           one receiving rank as its sender sees it
     sender, receiver   threads around the two sides
 
 Workers use `sender.HandoffSender` and `receiver.HandoffReceiver`.

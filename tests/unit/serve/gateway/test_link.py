@@ -77,8 +77,8 @@ def tokens(*entries: tuple[int, int, int], finish: FinishReason | None = None) -
     return TokensOut(GroupId("d0"), tuple(made))
 
 
-def events(call, deadline_s: float = 5.0):
-    return asyncio.run(call.next_events(deadline_s))
+def events(call):
+    return asyncio.run(asyncio.wait_for(call.next_events(), 20))
 
 
 def test_leaving_a_call_cancels_every_sequence_that_runs(link: ControllerLink, wire: Wire) -> None:
@@ -172,8 +172,22 @@ def test_an_ending_without_a_worker_reaches_the_call_once(link: ControllerLink, 
 
 
 def test_silence_beyond_the_deadline_is_an_error(link: ControllerLink) -> None:
-    with link.open([spec()]) as call, pytest.raises(DeadlineExceeded):
-        events(call, deadline_s=0.01)
+    async def scenario() -> None:
+        with link.open([spec()]) as call:
+            link.on_message(tokens((0, 0, 0)))
+            await call.next_events()
+            waiting = asyncio.ensure_future(call.next_events())
+            await asyncio.sleep(0)
+            for second in (10, 14, 15):
+                assert not waiting.done()
+                call.end_if_stalled(
+                    second * SECOND_NS, token_deadline_ns=5 * SECOND_NS, client_deadline_ns=SECOND_NS
+                )
+                await asyncio.sleep(0)
+            with pytest.raises(DeadlineExceeded):
+                await waiting
+
+    asyncio.run(scenario())
 
 
 def test_bug_16_silence_is_measured_only_while_work_waits(link: ControllerLink, clock: Clock) -> None:

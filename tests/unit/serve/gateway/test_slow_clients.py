@@ -46,9 +46,16 @@ class Client:
             "server": ("s", 80),
         }  # fmt: skip
 
+        async def sweep() -> None:
+            while True:
+                gateway.end_stalled_calls()
+                await asyncio.sleep(0.01)
+
         async def run() -> None:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+                sweeper = tasks.create_task(sweep())
                 await make_app(gateway)(scope, self.receive, self.send)
+                sweeper.cancel()
 
         asyncio.run(run())
 
