@@ -1,1 +1,1 @@
-"""What each part must show, measured (levels.toml)."""
+"""What this service must reach, measured: `python -m benchmarks NAME [--quick] [--only ID ...]`."""

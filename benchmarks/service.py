@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import Measured, Result, tell
+
 START_DEADLINE_S = 240.0
 SETTLE_S = 3.0
 """After `ready`: caches of the allocator and first heartbeats are not idling."""
@@ -105,3 +107,29 @@ def measure_idle(root: int, seconds: float) -> tuple[float, list[ProcessUse]]:
         raise RuntimeError("a process was started or ended while the service was idle")
     used_s = sum(use.cpu_s - before[use.pid].cpu_s for use in after)
     return used_s / ((time.monotonic_ns() - begin_ns) / 1e9), after
+
+
+def run(quick: bool, only: frozenset[str]) -> Result:
+    """Measure the default service at rest, for 20 s (10 s with --quick)."""
+    del only  # both levels come from the same run
+    with default_service() as pid:
+        tell(f"ready; settling for {SETTLE_S} s")
+        time.sleep(SETTLE_S)
+        seconds = 10.0 if quick else 20.0
+        tell(f"idle for {seconds} s")
+        cpu_fraction, uses = measure_idle(pid, seconds)
+    rss_gb = sum(use.rss_bytes for use in uses) / 1e9
+    pss_gb = sum(use.pss_bytes for use in uses) / 1e9
+    return Result(
+        measured={
+            "idle_cpu_fraction": Measured(cpu_fraction, f"of one core, {len(uses)} processes, {seconds:g} s"),
+            "idle_rss_gb": Measured(rss_gb, "sum of RSS; pages shared by processes count in each"),
+        },
+        figures={
+            "idle_pss_gb": pss_gb,
+            "processes": [
+                {"name": use.name, "rss_mb": use.rss_bytes / 1e6, "pss_mb": use.pss_bytes / 1e6}
+                for use in uses
+            ],
+        },
+    )
