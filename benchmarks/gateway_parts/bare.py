@@ -23,6 +23,30 @@ CHUNK = (
 )
 
 
+class Ticker:
+    """Wakes all streams together, as the tokens of one step do."""
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def next_tick(self, pause_s: float) -> None:
+        """Wait for the next common tick, `pause_s` after the last one."""
+        loop = asyncio.get_running_loop()
+        if not self._waiters:
+            loop.call_later(pause_s, self._tick)
+        waiter = loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _tick(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.set_result(None)
+
+
+ticker = Ticker()
+
+
 async def stream(request: Request) -> Response:
     """Stream constant chunks."""
     asked = json.loads(await request.body())
@@ -31,7 +55,7 @@ async def stream(request: Request) -> Response:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(asked["n"]):
             yield CHUNK
-            await asyncio.sleep(pause_s)
+            await ticker.next_tick(pause_s)
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(chunks(), media_type="text/event-stream")

@@ -14,6 +14,7 @@ from millpond.config.gateway_params import GatewayParams
 from millpond.core.errors import MillpondError, OverloadError
 from millpond.core.ids import GatewayId, RequestId
 from millpond.core.request import RequestSpec
+from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Admission
 from millpond.serve.gateway.link import Call, ControllerLink
 from millpond.serve.gateway.metrics import GatewayMetrics
@@ -87,6 +88,16 @@ class Gateway:
         """End all running calls with an error."""
         for call in tuple(self._calls):
             call.fail(error)
+
+    def end_stalled_calls(self) -> None:
+        """End calls whose workers or clients have been silent too long. To be called about once a second."""
+        now_ns = self.clocks.monotonic_ns()
+        for call in self._calls:
+            call.end_if_stalled(
+                now_ns,
+                token_deadline_ns=int(self.params.token_deadline_s * SECOND_NS),
+                client_deadline_ns=int(self.params.client_deadline_s * SECOND_NS),
+            )
 
     def check_open(self) -> None:
         """Refuse a call that cannot be served now, before any work.

@@ -99,11 +99,13 @@ class _Run:
     async def answer(self, send: Send) -> None:
         """Send the whole answer, or the error that ended it; nothing to a client that left."""
         try:
-            if self._prepared.is_stream:
-                await self._stream(send)
-            else:
-                await self._whole(send)
-        except ClientGone:
+            async with asyncio.timeout(None) as self._call.limit:
+                if self._prepared.is_stream:
+                    await self._stream(send)
+                else:
+                    await self._whole(send)
+        except (ClientGone, TimeoutError):
+            # It left, or reads nothing and holds its place in every queue: returning closes its connection.
             self._reason = "aborted"
         except MillpondError as error:
             self._reason = error.code
@@ -112,7 +114,7 @@ class _Run:
             self._book()
 
     async def _next(self) -> list[Piece]:
-        events = await self._call.next_events(self._gateway.params.token_deadline_s)
+        events = await self._call.next_events()
         if self._first_ns is None:
             self._first_ns = self._gateway.clocks.monotonic_ns()
         pieces = self._assembly.take(events)
@@ -140,7 +142,7 @@ class _Run:
             while True:
                 data = form.events(pieces)
                 if data:
-                    await self._send_part(send, data, more=True)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
                 if assembly.is_done:
                     break
                 pieces = await self._next()
@@ -148,15 +150,7 @@ class _Run:
         except MillpondError as error:
             self._reason = error.code
             data = error_event(error)
-        await self._send_part(send, data, more=False)
-
-    async def _send_part(self, send: Send, data: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._gateway.params.client_deadline_s):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            # It holds its place in every queue and reads nothing: returning closes its connection.
-            raise ClientGone from None
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _book(self) -> None:
         num_tokens = self._assembly.num_output_tokens

@@ -55,10 +55,21 @@ CallEvent = tuple[int, TokenOut | Ending]
 class Call:
     """The open sequences of one client call, as one stream of events.
 
-    Closing it (also by leaving the `with` block for any reason) cancels what has not ended.
+    Closing it (also by leaving the `with` block for any reason) cancels what has not ended. Deadlines are
+    watched from outside by `end_if_stalled`, so that a token costs no timer.
     """
 
-    __slots__ = ("_buffer", "_failure", "_link", "_logs", "_waiter")
+    __slots__ = (
+        "_buffer",
+        "_failure",
+        "_link",
+        "_logs",
+        "_num_steps",
+        "_seen_ns",
+        "_seen_steps",
+        "_waiter",
+        "limit",
+    )
 
     def __init__(self, link: ControllerLink, logs: list[TokenLog]) -> None:
         self._link = link
@@ -66,6 +77,11 @@ class Call:
         self._buffer: list[CallEvent] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
+        self._num_steps = 0
+        self._seen_steps = -1
+        self._seen_ns = 0
+        self.limit: asyncio.Timeout | None = None
+        """Around whatever is done with the events; expires when the call stalls outside of `next_events`."""
 
     def __enter__(self) -> Call:
         return self
@@ -81,24 +97,19 @@ class Call:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def next_events(self, deadline_s: float) -> list[CallEvent]:
+    async def next_events(self) -> list[CallEvent]:
         """Wait for events: (index of the sequence in the call, token or ending), oldest first.
 
         Raises:
-            DeadlineExceeded: If none came within `deadline_s`.
-            Exception: What `fail` was given.
+            Exception: What `fail` was given, for example by `end_if_stalled`.
         """
         if self._failure is not None:
             raise self._failure
         if not self._buffer:
-            loop = asyncio.get_running_loop()
-            self._waiter = waiter = loop.create_future()
-            timer = loop.call_later(deadline_s, _expire, waiter, deadline_s)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            await waiter
+            self._waiter = None
+        self._num_steps += 1
         events = self._buffer
         self._buffer = []
         return events
@@ -110,16 +121,29 @@ class Call:
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
 
+    def end_if_stalled(self, now_ns: int, *, token_deadline_ns: int, client_deadline_ns: int) -> None:
+        """End the call if nothing has moved since long ago. To be called again and again.
+
+        Args:
+            now_ns: Monotonic time.
+            token_deadline_ns: Longest wait for a token.
+            client_deadline_ns: Longest wait for the client to read.
+        """
+        if self._num_steps != self._seen_steps:
+            self._seen_steps = self._num_steps
+            self._seen_ns = now_ns
+            return
+        stalled_ns = now_ns - self._seen_ns
+        if self._waiter is not None:
+            if stalled_ns >= token_deadline_ns:
+                seconds = stalled_ns // SECOND_NS
+                self.fail(DeadlineExceeded(f"no token for {seconds} s", code="request.token_deadline"))
+        elif stalled_ns >= client_deadline_ns and self.limit is not None:
+            self.limit.reschedule(0)
+
     def cancel(self, choice: int) -> None:
         """Stop one sequence: its text is complete or nobody wants it."""
         self._link.drop(self._logs[choice])
-
-
-def _expire(waiter: asyncio.Future[None], deadline_s: float) -> None:
-    if not waiter.done():
-        waiter.set_exception(
-            DeadlineExceeded(f"no token for {deadline_s:g} s", code="request.token_deadline")
-        )
 
 
 class _Open:

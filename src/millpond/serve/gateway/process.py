@@ -30,8 +30,6 @@ from millpond.serve.gateway.tenants import OPEN_TENANT, Tenants, load_salts
 from millpond.serve.rpc import Connected, Dealer, Network, Pull
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
 
-ANNOUNCE_S = 1.0
-"""Heartbeat towards the controller."""
 MAX_BATCH = 64
 """Messages taken in one go before other tasks get their turn."""
 LAST_WORDS_S = 2.0
@@ -125,7 +123,7 @@ async def serve_gateway(
         background = [
             tasks.create_task(_pump_control(sockets.control, link)),
             tasks.create_task(_pump_tokens(sockets.tokens, link)),
-            tasks.create_task(_announce(link)),
+            tasks.create_task(_every_second(gateway)),
         ]
         drainer = tasks.create_task(_drain(gateway, server))
         await server.serve(sockets=[sockets.http])
@@ -164,10 +162,11 @@ async def _pump_tokens(tokens: Pull, link: ControllerLink) -> None:
         await asyncio.sleep(0)
 
 
-async def _announce(link: ControllerLink) -> None:
+async def _every_second(gateway: Gateway) -> None:
     while True:
-        link.announce()
-        await asyncio.sleep(ANNOUNCE_S)
+        gateway.link.announce()
+        gateway.end_stalled_calls()
+        await asyncio.sleep(1)
 
 
 async def _drain(gateway: Gateway, server: uvicorn.Server) -> None:
