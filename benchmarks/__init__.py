@@ -1,1 +1,1 @@
-"""What this service must reach, measured: `python -m benchmarks NAME [--quick] [--only ID ...]`."""
+"""What each part must show, measured (levels.toml)."""

@@ -1,31 +1,27 @@
-"""Command line of the benchmarks."""
+"""`python -m benchmarks NAME [--quick] [--only ID ...]`: measure, and print the result as one JSON line."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import sys
-
-from benchmarks.harness import load_levels, report
-
-BENCHMARKS = ("engine", "gateway", "service")
+import tomllib
+from pathlib import Path
 
 
-def main() -> int:
-    """Run one benchmark; print its result as one line of JSON."""
+def main() -> None:
+    """Run one benchmark."""
+    here = Path(__file__).parent
+    levels = tomllib.loads((here / "levels.toml").read_text(encoding="utf-8"))
+    names = sorted(name for name in levels if (here / f"{name}.py").is_file())
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=BENCHMARKS)
-    parser.add_argument("--quick", action="store_true", help="at most 60 s, no peers")
-    parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="measure these levels alone")
-    arguments = parser.parse_args()
-    only = frozenset[str](arguments.only)
-    if unknown := only - set(load_levels(arguments.name)):
-        parser.error(f"no such level: {', '.join(sorted(unknown))}")
-    result = importlib.import_module(f"benchmarks.{arguments.name}").run(arguments.quick, only)
-    print(json.dumps(report(arguments.name, result, quick=arguments.quick, only=only)))
-    return 0
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--quick", action="store_true", help="at most 60 s, no peers beyond transformers")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="measure these levels only")
+    chosen = parser.parse_args()
+    benchmark = importlib.import_module(f"benchmarks.{chosen.name}")
+    result = benchmark.run(quick=chosen.quick, only=set(chosen.only))
+    print(result.to_json(), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

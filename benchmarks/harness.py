@@ -1,176 +1,190 @@
-"""Levels, results and the measuring protocol of all benchmarks (see the head of levels.toml).
+"""How every benchmark measures and reports (header of levels.toml).
 
-A benchmark is a module with `run(quick: bool, only: frozenset[str]) -> Result`. It measures what it is
-asked for; `report` compares that with `levels.toml`. Ratios come from interleaved pairs, `A B A B ...`, so
-that what else the machine does hits both sides alike; the same protocol with A against A tells how far
-two equal sides may seem apart.
+Ratios come from interleaved pairs A B A B ...; the figure is the median of the paired ratios. The same
+protocol with A against A says how far chance alone moves it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-LEVELS_FILE = Path(__file__).with_name("levels.toml")
 NUM_PAIRS = 9
-REPEAT_FACTOR = 4
-"""Times more pairs when a level is missed by less than the A/A spread."""
-
-Measure = Callable[[], float]
+RETRY_FACTOR = 4
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One line of `levels.toml`."""
+    """One line of levels.toml."""
 
     id: str
     op: str
     """`>=` or `<=`."""
     target: float
     full_only: bool = False
-    """Not measured with --quick."""
 
-    def is_met_by(self, value: float) -> bool:
-        """Whether a value reaches the level."""
+    def is_met(self, value: float) -> bool:
+        """Whether a value reaches the target."""
         return value >= self.target if self.op == ">=" else value <= self.target
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A measured value, or None with the reason why it could not be measured."""
+class LevelResult:
+    """What a benchmark found for one level."""
 
+    id: str
     value: float | None
+    op: str
+    target: float
+    ok: bool
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a benchmark found."""
+    """What a benchmark prints as its last line."""
 
-    measured: Mapping[str, Measured] = field(default_factory=dict[str, Measured])
-    """By id of the level."""
-    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else is worth telling; JSON values."""
+    benchmark: str
+    quick: bool
+    machine: dict[str, object]
+    figures: dict[str, object]
+    levels: tuple[LevelResult, ...]
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Median of paired ratios and the half-width of its 95 % interval."""
+@dataclass(slots=True)
+class Report:
+    """Collects figures and levels of one run."""
 
-    median: float
-    spread: float
-    pairs: tuple[tuple[float, float], ...]
-    """(ours, theirs) as measured."""
+    benchmark: str
+    quick: bool
+    only: set[str]
+    """Level ids to measure; empty means all."""
+    figures: dict[str, object] = field(default_factory=dict)
+    _levels: dict[str, Level] = field(init=False)
+    _results: dict[str, LevelResult] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the levels; unknown ids in `only` are an error."""
+        self._levels = load_levels(self.benchmark)
+        unknown = self.only - set(self._levels)
+        if unknown:
+            raise SystemExit(
+                f"unknown level {', '.join(sorted(unknown))}; known: {', '.join(sorted(self._levels))}"
+            )
+
+    def wants(self, *ids: str) -> bool:
+        """Whether any of these levels is to be measured in this run."""
+        return any(
+            (not self.only or i in self.only) and not (self.quick and self._levels[i].full_only) for i in ids
+        )
+
+    def add(self, level_id: str, value: float | None, note: str = "") -> None:
+        """Record a level's value; None with the reason in `note` where it cannot be measured."""
+        level = self._levels[level_id]
+        ok = value is not None and level.is_met(value)
+        self._results[level_id] = LevelResult(level_id, value, level.op, level.target, ok, note)
+        say(f"{level_id}: {'-' if value is None else f'{value:.4g}'} ({level.op} {level.target:g}) {note}")
+
+    def add_ratio(
+        self, level_id: str, ours: Callable[[], float], other: Callable[[], float], note: str = ""
+    ) -> None:
+        """Measure ours / other in pairs and record it; a near miss is measured again, longer.
+
+        Args:
+            level_id: The level.
+            ours: One measurement of our side, as a rate or as a cost; both sides the same.
+            other: One measurement of the other side.
+            note: Joined to the level's note.
+        """
+        level = self._levels[level_id]
+        spread = aa_spread(ours)
+        self.figures["aa_spread"] = max(spread, float(str(self.figures.get("aa_spread", 0.0))))
+        value = paired_ratio(ours, other, NUM_PAIRS)
+        miss = abs(value - level.target) / level.target
+        if not level.is_met(value) and miss < spread:
+            value = paired_ratio(ours, other, NUM_PAIRS * RETRY_FACTOR)
+            note = f"{note}; spread {spread:.3f}".strip("; ")
+        self.add(level_id, value, note)
+
+    def finish(self) -> Result:
+        """Fill in what was not measured and make the result."""
+        for level_id, level in self._levels.items():
+            if level_id in self._results:
+                continue
+            if self.only and level_id not in self.only:
+                continue
+            why = "full runs only" if self.quick and level.full_only else "not measured"
+            self.add(level_id, None, why)
+        self.figures.setdefault("aa_spread", None)
+        return Result(
+            self.benchmark, self.quick, machine_facts(), self.figures, tuple(self._results.values())
+        )
 
 
 def load_levels(benchmark: str) -> dict[str, Level]:
-    """Levels of one benchmark, by id."""
-    table = tomllib.loads(LEVELS_FILE.read_text(encoding="utf-8"))[benchmark]
-    return {level_id: Level(level_id, **fields) for level_id, fields in table.items()}
+    """Levels of one benchmark from levels.toml."""
+    text = Path(__file__).with_name("levels.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)[benchmark]
+    return {level_id: Level(level_id, **record) for level_id, record in table.items()}
 
 
-def is_wanted(level: Level, *, quick: bool, only: frozenset[str]) -> bool:
-    """Whether a run is to measure a level."""
-    return (not only or level.id in only) and not (quick and level.full_only)
+def paired_ratio(a: Callable[[], float], b: Callable[[], float], pairs: int) -> float:
+    """Median of a / b over interleaved pairs."""
+    return statistics.median(_ratios(a, b, pairs))
 
 
-def paired_ratio(ours: Measure, theirs: Measure, num_pairs: int = NUM_PAIRS, what: str = "") -> Ratio:
-    """Measure two sides in turn and return ours / theirs.
-
-    Args:
-        ours: Runs our side once and returns its figure, > 0.
-        theirs: Same for the other side.
-        num_pairs: Pairs, >= 2; both sides run once more before, unmeasured, to warm up.
-        what: Named in the progress on stderr.
-    """
-    ours()
-    theirs()
-    pairs: list[tuple[float, float]] = []
-    for index in range(num_pairs):
-        # Every other pair runs in reverse, or a drift of the machine would favour the side that goes first.
-        if index % 2:
-            other = theirs()
-            pairs.append((ours(), other))
-        else:
-            pairs.append((ours(), theirs()))
-        tell(f"{what}: pair {index + 1} of {num_pairs}, ratio {pairs[-1][0] / pairs[-1][1]:.3f}")
-    ratios = [mine / other for mine, other in pairs]
-    return Ratio(statistics.median(ratios), _median_spread(ratios), tuple(pairs))
+def aa_spread(a: Callable[[], float], pairs: int = NUM_PAIRS) -> float:
+    """How far A / A strays from 1: the larger of its median's distance and half its interquartile range."""
+    ratios = _ratios(a, a, pairs)
+    quartiles = statistics.quantiles(ratios, n=4)
+    return max(abs(statistics.median(ratios) - 1), (quartiles[2] - quartiles[0]) / 2)
 
 
-def compare(
-    level: Level, ours: Measure, theirs: Measure, aa_spread: float, num_pairs: int = NUM_PAIRS
-) -> Measured:
-    """Measure the ratio that a level is about; a near miss is measured once more, with four times the pairs."""
-    ratio = paired_ratio(ours, theirs, num_pairs, level.id)
-    miss = abs(ratio.median - level.target)
-    if level.is_met_by(ratio.median) or miss >= aa_spread:
-        return Measured(ratio.median)
-    ratio = paired_ratio(ours, theirs, REPEAT_FACTOR * num_pairs, level.id)
-    return Measured(ratio.median, f"spread {aa_spread:.3f}")
+def _ratios(a: Callable[[], float], b: Callable[[], float], pairs: int) -> list[float]:
+    ratios = []
+    for _ in range(pairs):
+        first = a()
+        ratios.append(first / b())
+    return ratios
 
 
-def aa_spread(side: Measure, num_pairs: int = NUM_PAIRS) -> float:
-    """How far apart one side seems from itself under the protocol."""
-    ratio = paired_ratio(side, side, num_pairs, "A against A")
-    return max(abs(ratio.median - 1), ratio.spread)
-
-
-def report(benchmark: str, result: Result, *, quick: bool, only: frozenset[str]) -> dict[str, Any]:
-    """The JSON object that a run prints as its last line."""
-    rows: list[dict[str, Any]] = []
-    for level in load_levels(benchmark).values():
-        if only and level.id not in only:
-            continue
-        measured = result.measured.get(level.id)
-        if measured is None:
-            measured = Measured(None, "full run only" if quick and level.full_only else "not measured")
-        rows.append(
-            {
-                "id": level.id,
-                "value": measured.value,
-                "op": level.op,
-                "target": level.target,
-                "ok": measured.value is not None and level.is_met_by(measured.value),
-                "note": measured.note,
-            }
-        )
-    return {
-        "benchmark": benchmark,
-        "quick": quick,
-        "machine": describe_machine(),
-        "figures": dict(result.figures),
-        "levels": rows,
-    }
-
-
-def describe_machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    models = [line.split(":", 1)[1].strip() for line in cpu.splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "load_1min": round(os.getloadavg()[0], 2),
-    }
-
-
-def tell(text: str) -> None:
-    """Print progress; standard output is for the result."""
+def say(text: str) -> None:
+    """Progress, to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _median_spread(ratios: list[float]) -> float:
-    """Half-width of the 95 % interval of a median: 1.57 IQR / sqrt(n). Source: McGill et al., 1978."""
-    quarters = statistics.quantiles(ratios, n=4)
-    return 1.57 * (quarters[2] - quarters[0]) / len(ratios) ** 0.5
+def machine_facts() -> dict[str, object]:
+    """What the figures depend on."""
+    lines = _lines("/proc/cpuinfo")
+    flags = set(_field(lines, "flags").split())
+    memory_kib = _field(_lines("/proc/meminfo"), "MemTotal").split()
+    return {
+        "cpu": _field(lines, "model name"),
+        "cpu_flags": [flag for flag in _CPU_FLAGS if flag in flags],
+        "cores": os.cpu_count(),
+        "memory_gb": round(int(memory_kib[0]) * 1024 / 1e9, 1) if memory_kib else None,
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+
+
+def _field(lines: Iterable[str], name: str) -> str:
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Measured, Result, tell
+from benchmarks.harness import Report, Result, say
 
 START_DEADLINE_S = 240.0
 SETTLE_S = 3.0
@@ -93,7 +93,7 @@ def read_use(pid: int) -> ProcessUse:
         )
     }
     arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    name = " ".join(word for word in arguments[3:] if word and not word.startswith(("-", "/")))
+    name = " ".join(word for word in arguments[3:6] if word and not word.startswith(("-", "/")))
     return ProcessUse(pid, name, cpu_s, kib["Rss"] << 10, kib["Pss"] << 10)
 
 
@@ -109,27 +109,22 @@ def measure_idle(root: int, seconds: float) -> tuple[float, list[ProcessUse]]:
     return used_s / ((time.monotonic_ns() - begin_ns) / 1e9), after
 
 
-def run(quick: bool, only: frozenset[str]) -> Result:
+def run(quick: bool, only: set[str]) -> Result:
     """Measure the default service at rest, for 20 s (10 s with --quick)."""
-    del only  # both levels come from the same run
+    report = Report("service", quick, only)
     with default_service() as pid:
-        tell(f"ready; settling for {SETTLE_S} s")
+        say(f"ready; settling for {SETTLE_S} s")
         time.sleep(SETTLE_S)
         seconds = 10.0 if quick else 20.0
-        tell(f"idle for {seconds} s")
+        say(f"idle for {seconds} s")
         cpu_fraction, uses = measure_idle(pid, seconds)
-    rss_gb = sum(use.rss_bytes for use in uses) / 1e9
-    pss_gb = sum(use.pss_bytes for use in uses) / 1e9
-    return Result(
-        measured={
-            "idle_cpu_fraction": Measured(cpu_fraction, f"of one core, {len(uses)} processes, {seconds:g} s"),
-            "idle_rss_gb": Measured(rss_gb, "sum of RSS; pages shared by processes count in each"),
-        },
-        figures={
-            "idle_pss_gb": pss_gb,
-            "processes": [
-                {"name": use.name, "rss_mb": use.rss_bytes / 1e6, "pss_mb": use.pss_bytes / 1e6}
-                for use in uses
-            ],
-        },
-    )
+    report.figures["idle_pss_gb"] = sum(use.pss_bytes for use in uses) / 1e9
+    report.figures["processes"] = [
+        {"name": use.name, "rss_mb": use.rss_bytes / 1e6, "pss_mb": use.pss_bytes / 1e6} for use in uses
+    ]
+    if report.wants("idle_cpu_fraction"):
+        report.add("idle_cpu_fraction", cpu_fraction, f"{len(uses)} processes over {seconds:g} s")
+    if report.wants("idle_rss_gb"):
+        rss_gb = sum(use.rss_bytes for use in uses) / 1e9
+        report.add("idle_rss_gb", rss_gb, "sum of RSS; pages that processes share count in each")
+    return report.finish()
