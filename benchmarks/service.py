@@ -93,7 +93,9 @@ def read_use(pid: int) -> ProcessUse:
         )
     }
     arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    name = " ".join(word for word in arguments[3:6] if word and not word.startswith(("-", "/")))
+    name = " ".join(
+        word for word in arguments[3:] if word and len(word) < 16 and not word.startswith(("-", "/"))
+    )
     return ProcessUse(pid, name, cpu_s, kib["Rss"] << 10, kib["Pss"] << 10)
 
 
