@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -293,7 +293,7 @@ def _read_header(name: str, body: bytes) -> Header:
 
 
 def _read_record(body: bytes) -> Record:
-    parts = cast("list[msgspec.Raw]", msgspec.msgpack.decode(body, type=list[msgspec.Raw]))
+    parts = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
     kind = msgspec.msgpack.decode(parts[0], type=str)
     if kind == "C":
         stream, draw = (msgspec.msgpack.decode(part) for part in parts[1:])

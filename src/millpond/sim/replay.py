@@ -74,7 +74,7 @@ def replay_file(path: Path) -> ReplayReport:
                 difference = _describe_draw(index, record)
                 break
         except InvariantBroken as error:
-            difference = f"record {index}, {record.now_ns} ns: {type(record).__name__} breaks a law: {error}"
+            difference = f"record {index}: {type(record).__name__} breaks a law: {error}"
             break
     return ReplayReport(
         name=reader.header.name,
