@@ -128,14 +128,14 @@ def test_closing_something_unknown_is_answered(pair: Pair) -> None:
     close_within_limit(close, pair.receiver, pair.receiver_posts)
 
 
-def test_the_receiver_closes_before_anything_came(pair: Pair) -> None:
+def test_bug_12_the_receiver_closes_before_anything_came(pair: Pair) -> None:
     receive = pair.receive_order()
     pair.receiver.expect(receive)
     close_within_limit(close_of(receive), pair.receiver, pair.receiver_posts)
     assert pair.receiver.stats().num_expected == 0
 
 
-def test_the_sender_closes_before_it_was_expected(pair: Pair) -> None:
+def test_bug_12_the_sender_closes_before_it_was_expected(pair: Pair) -> None:
     send = pair.send_order()
     send_all(pair, send)
     until(lambda: pair.receiver.stats().num_offered == 1)
@@ -163,7 +163,7 @@ def open_half(pair: Pair) -> tuple[HandoffSend, HandoffClose]:
     return send, close_of(receive)
 
 
-def test_the_sender_closes_in_the_middle(pair: Pair) -> None:
+def test_bug_12_the_sender_closes_in_the_middle(pair: Pair) -> None:
     send, close = open_half(pair)
     close_within_limit(close, pair.sender, pair.sender_posts)
     failed = pair.receiver_posts.next()
@@ -174,7 +174,7 @@ def test_the_sender_closes_in_the_middle(pair: Pair) -> None:
     assert_still_works(pair)
 
 
-def test_the_receiver_closes_in_the_middle(pair: Pair) -> None:
+def test_bug_12_the_receiver_closes_in_the_middle(pair: Pair) -> None:
     send, close = open_half(pair)
     close_within_limit(close, pair.receiver, pair.receiver_posts)
     failed = pair.sender_posts.next()
