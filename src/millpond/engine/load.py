@@ -8,16 +8,28 @@ from millpond.config.engine_params import EngineParams
 from millpond.core.errors import ConfigError
 from millpond.engine.kv_tensors import DTYPES, KvTensors
 from millpond.engine.layers import DecoderLayers
-from millpond.engine.model_files import load_llama_config, locate_model
+from millpond.engine.model_files import LlamaConfig, load_llama_config, locate_model
 from millpond.engine.native import NativeLayers
 from millpond.engine.rope import RopeTable, rope_frequencies
 from millpond.engine.runner import LlamaEngine
 from millpond.engine.torch_layers import TorchLayers
-from millpond.engine.weights import load_weights
+from millpond.engine.weights import LlamaWeights, load_weights
 
 _AUTO_DTYPE = "bf16"
 _SLOT_SPARE_RATIO = 1.2
 """Slots per running sequence: those being handed off hold one too."""
+
+
+def make_layers(
+    config: LlamaConfig, weights: LlamaWeights, kv: KvTensors, max_model_len: int, *, is_exact: bool
+) -> DecoderLayers:
+    """Make the decoder's layers: the native kernels where they fit, torch elsewhere."""
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim, config.max_positions)
+    if weights.rope_factors is not None:
+        frequencies = frequencies / weights.rope_factors.cpu()
+    rope = RopeTable(frequencies, factor, max_model_len, weights.embedding.device)
+    native = NativeLayers.make(config, weights, kv, rope)
+    return native or TorchLayers(config, weights, kv, rope, is_exact=is_exact)
 
 
 def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
@@ -32,9 +44,13 @@ def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
     if dtype not in DTYPES:
         raise ConfigError(f"engine.dtype is {params.dtype!r}; use auto, bf16 or fp32", param="engine.dtype")
     if params.numerics not in ("fast", "exact"):
-        raise ConfigError(f"engine.numerics is {params.numerics!r}; use fast or exact", param="engine.numerics")
+        raise ConfigError(
+            f"engine.numerics is {params.numerics!r}; use fast or exact", param="engine.numerics"
+        )
     if params.max_num_seqs < 1:
-        raise ConfigError(f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs")
+        raise ConfigError(
+            f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs"
+        )
     files = locate_model(params.model)
     config = load_llama_config(files)
     if not 0 <= params.max_model_len <= config.max_positions:
@@ -46,13 +62,7 @@ def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
     place = torch.device(device)
     kv = KvTensors(config, dtype, params.kv_memory, place)
     weights = load_weights(files, config, DTYPES[dtype], place)
-    frequencies, factor = rope_frequencies(config.rope, config.head_dim, config.max_positions)
-    if weights.rope_factors is not None:
-        frequencies = frequencies / weights.rope_factors.cpu()
-    rope = RopeTable(frequencies, factor, max_model_len, place)
-    layers: DecoderLayers | None = NativeLayers.make(config, weights, kv, rope)
-    if layers is None:
-        layers = TorchLayers(config, weights, kv, rope, is_exact=params.numerics == "exact")
+    layers = make_layers(config, weights, kv, max_model_len, is_exact=params.numerics == "exact")
     return LlamaEngine(
         config,
         weights,

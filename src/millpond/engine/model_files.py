@@ -233,7 +233,9 @@ def _config_from_hf(record: Mapping[str, object]) -> LlamaConfig:
     architectures = record.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if architecture not in _HF_ARCHITECTURES:
-        raise fields.error("architectures", f"is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}")
+        raise fields.error(
+            "architectures", f"is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}"
+        )
     fields.must_be("hidden_act", "silu", "swish")
     fields.must_be("pretraining_tp", 1)
     if fields.flag("use_sliding_window", default=architecture == "MistralForCausalLM"):
@@ -284,7 +286,10 @@ def _rope_from_hf(record: Mapping[str, object], fields: _Fields) -> RopeConfig:
         return RopeConfig(theta, "linear", factor)
     max_positions = fields.integer("max_position_embeddings")
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor", minimum=1e-9), rope.number("high_freq_factor", minimum=1e-9)
+        low, high = (
+            rope.number("low_freq_factor", minimum=1e-9),
+            rope.number("high_freq_factor", minimum=1e-9),
+        )
         if low >= high:
             raise rope.error("low_freq_factor", f"is {low:g}, not below high_freq_factor {high:g}")
         original = rope.integer("original_max_position_embeddings")
@@ -361,7 +366,9 @@ def _rope_from_gguf(fields: _Fields) -> RopeConfig:
 
 def _check_shape(config: LlamaConfig, fields: _Fields, heads: str, kv_heads: str, head_dim: str) -> None:
     if config.num_heads % config.num_kv_heads:
-        raise fields.error(kv_heads, f"is {config.num_kv_heads}, which does not divide {heads} {config.num_heads}")
+        raise fields.error(
+            kv_heads, f"is {config.num_kv_heads}, which does not divide {heads} {config.num_heads}"
+        )
     if config.head_dim % 2:
         raise fields.error(head_dim, f"is {config.head_dim}, not even")
 

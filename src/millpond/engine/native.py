@@ -78,7 +78,11 @@ class _Layer(ctypes.Structure):
 
 
 class _Shape(ctypes.Structure):
-    _fields_: ClassVar = [("hidden", ctypes.c_int64), ("intermediate", ctypes.c_int64), ("eps", ctypes.c_float)]
+    _fields_: ClassVar = [
+        ("hidden", ctypes.c_int64),
+        ("intermediate", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    ]
 
 
 def _cpu_identity() -> str:

@@ -10,7 +10,7 @@ from millpond.core.units import align_up
 from millpond.engine.model_files import RopeConfig
 
 _PAGE_POSITIONS = 1024
-"""Positions computed at a time. A fixed size, so that a position's bits never depend on what else is asked."""
+"""Positions computed at a time: a fixed size, so that no position's bits depend on what else is asked."""
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:

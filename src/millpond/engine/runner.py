@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millpond.core.errors import InvariantBroken
+from millpond.core.errors import DataError, InvariantBroken
 from millpond.core.events import RankReport, SampledToken
 from millpond.core.ids import BlockId, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
@@ -126,7 +126,9 @@ class LlamaEngine:
                 f"which has {len(sequence.token_ids)} tokens"
             )
         if chunk.is_last != (chunk.end == len(sequence.token_ids)):
-            raise InvariantBroken(f"chunk of {chunk.request_id} ends at {chunk.end} with is_last {chunk.is_last}")
+            raise InvariantBroken(
+                f"chunk of {chunk.request_id} ends at {chunk.end} with is_last {chunk.is_last}"
+            )
         return self._piece(chunk.request_id, sequence, chunk.begin, chunk.end, is_sampled=chunk.is_last)
 
     def _row(self, row: DecodeRow) -> _Piece:
@@ -134,7 +136,7 @@ class LlamaEngine:
         sequence.block_table.extend(row.new_blocks)
         if row.position != len(sequence.token_ids) - 1:
             raise InvariantBroken(
-                f"row at position {row.position} of {row.request_id}, which has {len(sequence.token_ids)} tokens"
+                f"row at {row.position} of {row.request_id}, which has {len(sequence.token_ids)} tokens"
             )
         return self._piece(row.request_id, sequence, row.position, row.position + 1, is_sampled=True)
 
@@ -161,7 +163,9 @@ class LlamaEngine:
         for index, piece in enumerate(pieces):
             tables[index, : len(piece.sequence.block_table)] = piece.sequence.block_table
         counts = [piece.end - piece.begin for piece in pieces]
-        token_ids = np.concatenate([np.frombuffer(p.sequence.token_ids[p.begin : p.end], np.int32) for p in pieces])
+        token_ids = np.concatenate(
+            [np.frombuffer(p.sequence.token_ids[p.begin : p.end], np.int32) for p in pieces]
+        )
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
             raise InvariantBroken(f"token ids {token_ids.min()} ... {token_ids.max()} of {self.vocab_size}")
         positions = np.concatenate([np.arange(p.begin, p.end, dtype=np.int32) for p in pieces])
@@ -176,10 +180,10 @@ class LlamaEngine:
         hidden = self._embedding[torch.from_numpy(token_ids).to(device)].float()
         return hidden, rows
 
-    def _sample(
-        self, pieces: list[_Piece], rows: StepRows, hidden: torch.Tensor
-    ) -> tuple[SampledToken, ...]:
-        sampled = [(piece, span.end - 1) for piece, span in zip(pieces, rows.spans, strict=True) if piece.is_sampled]
+    def _sample(self, pieces: list[_Piece], rows: StepRows, hidden: torch.Tensor) -> tuple[SampledToken, ...]:
+        sampled = [
+            (piece, span.end - 1) for piece, span in zip(pieces, rows.spans, strict=True) if piece.is_sampled
+        ]
         if not sampled:
             return ()
         last_rows = torch.tensor([row for _, row in sampled], device=hidden.device)
@@ -196,7 +200,10 @@ class LlamaEngine:
         sequence = piece.sequence
         sampling, num_prompt = sequence.sampling, sequence.num_prompt_tokens
         if sequence.is_plain_greedy and len(sequence.token_ids) - num_prompt >= sampling.min_tokens:
-            return SampledToken(piece.request_id, piece.end, int(logits.argmax()))
+            token_id = int(logits.argmax())
+            if not np.isfinite(logits[token_id]):  # argmax stops at the first that is not a number
+                raise DataError("the model produced logits that are not numbers", code="engine.logits")
+            return SampledToken(piece.request_id, piece.end, token_id)
         choice = self._sampler.sample(
             logits,
             sampling,

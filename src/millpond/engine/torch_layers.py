@@ -55,7 +55,9 @@ class TorchLayers:
         self._rope = rope
         self._is_exact = is_exact
         on_cpu = weights.embedding.device.type == "cpu"
-        self._linear: Linear = linear_fp32 if on_cpu or weights.embedding.dtype == torch.float32 else linear_bf16
+        self._linear: Linear = (
+            linear_fp32 if on_cpu or weights.embedding.dtype == torch.float32 else linear_bf16
+        )
 
     def run(self, hidden: torch.Tensor, rows: StepRows, begin: int, end: int) -> None:
         """See `DecoderLayers.run`."""
@@ -130,7 +132,9 @@ class TorchLayers:
         count, heads, dim = query.shape
         kv_heads = self._config.num_kv_heads
         keys = self._kv.keys(layer)[table].float().permute(1, 2, 0, 3).flatten(2)  # [kv heads, dim, tokens]
-        values = self._kv.values(layer)[table].float().transpose(0, 1).flatten(1, 2)  # [kv heads, tokens, dim]
+        values = (
+            self._kv.values(layer)[table].float().transpose(0, 1).flatten(1, 2)
+        )  # [kv heads, tokens, dim]
         grouped = query.view(count, kv_heads, heads // kv_heads, dim).transpose(0, 1).flatten(1, 2)
         scores = (grouped * dim**-0.5) @ keys
         token = torch.arange(keys.shape[-1], device=query.device)
@@ -156,7 +160,9 @@ class TorchLayers:
             mixed = torch.zeros_like(grouped)
             position = span.position + i
             for block in range(position // BLOCK_TOKENS + 1):
-                scores = (grouped @ keys[block]).masked_fill(token + block * BLOCK_TOKENS > position, -torch.inf)
+                scores = (grouped @ keys[block]).masked_fill(
+                    token + block * BLOCK_TOKENS > position, -torch.inf
+                )
                 new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
                 weights, keep = (scores - new_top).exp(), (top - new_top).exp()
                 total = total * keep + weights.sum(-1, keepdim=True)

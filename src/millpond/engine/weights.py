@@ -86,9 +86,7 @@ class SafetensorsSource:
         file_name = self._file_by_tensor.get(name)
         if file_name is None:
             where = ", ".join(sorted(self._files))
-            raise ModelFormatError(
-                f"tensor {name} is missing from {where}", code="model.tensor", param=name
-            )
+            raise ModelFormatError(f"tensor {name} is missing from {where}", code="model.tensor", param=name)
         with _open(self._files[file_name]) as file:
             try:
                 return file.get_tensor(name)
@@ -102,7 +100,9 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ModelFormatError(f"{path.name}: not readable as safetensors: {error}", code="model.files") from error
+        raise ModelFormatError(
+            f"{path.name}: not readable as safetensors: {error}", code="model.files"
+        ) from error
 
 
 class _Loader:

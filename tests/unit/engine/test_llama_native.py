@@ -65,7 +65,11 @@ def test_layers_and_kv_equal_the_twin(folder, dtype):
     assert isinstance(native, NativeLayers)
     twin_engine = tiny_engine(folder, dtype=dtype)
     twin = TorchLayers(
-        twin_engine._config, twin_engine._layers._weights, twin_engine._kv, twin_engine._layers._rope, is_exact=False
+        twin_engine._config,
+        twin_engine._layers._weights,
+        twin_engine._kv,
+        twin_engine._layers._rope,
+        is_exact=False,
     )
     noise = torch.Generator().manual_seed(3)
     tables = torch.tensor([[5, 2, 9, 0], [7, 1, 0, 0], [4, 8, 3, 6]], dtype=torch.int32)
@@ -79,7 +83,9 @@ def test_layers_and_kv_equal_the_twin(folder, dtype):
         expected = hidden.clone()
         native.run(hidden, rows, 0, 2)
         twin.run(expected, rows, 0, 2)
-        tolerance = 1e-4 if dtype == "fp32" else 0.05  # bf16: keys that fall on either side of a rounding border
+        tolerance = (
+            1e-4 if dtype == "fp32" else 0.05
+        )  # bf16: keys that fall on either side of a rounding border
         torch.testing.assert_close(hidden, expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(native.logits(hidden), twin.logits(hidden), atol=2e-4, rtol=1e-4)
     for layer in range(2):
@@ -87,7 +93,9 @@ def test_layers_and_kv_equal_the_twin(folder, dtype):
             (engine._kv.keys(layer), twin_engine._kv.keys(layer)),
             (engine._kv.values(layer), twin_engine._kv.values(layer)),
         ):
-            torch.testing.assert_close(mine.float(), theirs.float(), atol=1e-2 if dtype == "bf16" else 1e-4, rtol=1e-2)
+            torch.testing.assert_close(
+                mine.float(), theirs.float(), atol=1e-2 if dtype == "bf16" else 1e-4, rtol=1e-2
+            )
 
 
 def _rows(spans, tables):

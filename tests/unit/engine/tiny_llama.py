@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ class Hand:
         """Prefill one sequence, cut at `borders`; returns the first token."""
         start = (self.start(name, token_ids, sampling=sampling),)
         edges = [0, *sorted({b for b in borders if 0 < b < len(token_ids)}), len(token_ids)]
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             chunk = PrefillChunk(RequestId(name), begin, end, end == len(token_ids))
             report = self.engine.execute(RankPlan(DpRank(0), start=start, chunks=(chunk,)))
             start = ()
