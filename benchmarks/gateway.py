@@ -1,4 +1,4 @@
-"""The gateway against a bare SSE app on the same server: CPU per streamed chunk, and latency of the first one.
+"""The gateway against a bare SSE app on the same server: CPU per streamed chunk, latency of the first one.
 
 The gateway is the real process; the rest of the service is played by `gateway_parts.peer` over the real
 sockets. Both sides send the same number of events at the same pace to the same client, one event per
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import Report, Result, say
 from millpond.config.engine_params import EngineParams
 from millpond.config.gateway_params import GatewayParams
 from millpond.config.sections import Config
@@ -75,8 +76,8 @@ def gateway_server() -> Iterator[Server]:
         )
         run_folder = make_run_folder(config)
         peer = [sys.executable, "-m", "benchmarks.gateway_parts.peer", str(run_folder.path), str(STEP_US)]
-        commands = (ProcessSpec("gateway", run_folder.path, 1).arguments(), peer)
-        with _running(commands[0], port) as pid, _running(commands[1], None):
+        ours = ProcessSpec("gateway", run_folder.path, 1).arguments()
+        with _running(ours, Path(folder, "gateway.log")) as pid, _running(peer, Path(folder, "peer.log")):
             _wait_ready(port)
             yield Server(pid, port, "/v1/chat/completions", has_role=True)
 
@@ -85,16 +86,21 @@ def gateway_server() -> Iterator[Server]:
 def bare_server() -> Iterator[Server]:
     """Run the bare app."""
     port = _free_port()
-    with _running([sys.executable, "-m", "benchmarks.gateway_parts.bare", str(port)], port) as pid:
+    command = [sys.executable, "-m", "benchmarks.gateway_parts.bare", str(port)]
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, _running(command, Path(folder, "log")) as pid:
         _wait_ready(port)
         yield Server(pid, port, "/stream", has_role=False)
 
 
 @contextmanager
-def _running(command: list[str], port: int | None) -> Iterator[int]:
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+def _running(command: list[str], log_file: Path) -> Iterator[int]:
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process.pid
+    except BaseException:
+        say(log_file.read_text(encoding="utf-8")[-2000:])
+        raise
     finally:
         process.kill()
         process.wait(START_DEADLINE_S)
@@ -159,23 +165,42 @@ def cpu_us_per_event(server: Server, num_tokens: int) -> float:
     return (server.cpu_ns() - begin_ns) / 1e3 / (NUM_STREAMS * server.num_events(num_tokens))
 
 
-def first_event_ms(server: Server, num_calls: int) -> float:
-    """Median time from the request to the first event, one call at a time."""
-    times = []
+async def first_event_ms(servers: tuple[Server, ...], num_calls: int) -> list[list[float]]:
+    """Times from the request to the first event, one call at a time, the servers in turn."""
+    times: list[list[float]] = [[] for _ in servers]
     for _ in range(num_calls):
-        first_s, _ = asyncio.run(_read_stream(server, 1))
-        times.append(first_s * 1e3)
-    return statistics.median(times)
+        for server, values in zip(servers, times, strict=True):
+            first_s, _ = await _read_stream(server, 1)
+            values.append(first_s * 1e3)
+    return times
 
 
-if __name__ == "__main__":
+def run(quick: bool, only: set[str]) -> Result:
+    """Measure both levels."""
+    report = Report("gateway", quick, only)
+    num_tokens = 100 if quick else 400
+    num_calls = 300 if quick else 1000
     with gateway_server() as gateway, bare_server() as bare:
+        say("both servers are up")
         for server in (gateway, bare):
-            cpu_us_per_event(server, 50)
-        for _ in range(int(sys.argv[1])):
-            ours, theirs = cpu_us_per_event(gateway, 200), cpu_us_per_event(bare, 200)
-            added = first_event_ms(gateway, 30) - first_event_ms(bare, 30)
-            print(
-                f"{ours:.1f} us {theirs:.1f} us ratio {ours / theirs:.2f}; added ttft {added:.2f} ms",
-                flush=True,
+            cpu_us_per_event(server, num_tokens)
+        if report.wants("cpu_per_chunk_vs_bare"):
+            report.add_ratio(
+                "cpu_per_chunk_vs_bare",
+                lambda: cpu_us_per_event(gateway, num_tokens),
+                lambda: cpu_us_per_event(bare, num_tokens),
+                f"{NUM_STREAMS} streams x {num_tokens} tokens at one step per {STEP_US / 1e3:g} ms",
             )
+            report.figures["bare_cpu_us_per_event"] = cpu_us_per_event(bare, num_tokens)
+            report.figures["gateway_cpu_us_per_event"] = cpu_us_per_event(gateway, num_tokens)
+        if report.wants("added_ttft_ms_p50"):
+            ours, theirs = asyncio.run(first_event_ms((gateway, bare), num_calls))
+            report.figures["ttft_ms_p50_p90"] = _p50_p90(ours)
+            report.figures["bare_ttft_ms_p50_p90"] = _p50_p90(theirs)
+            added_ms = statistics.median(ours) - statistics.median(theirs)
+            report.add("added_ttft_ms_p50", added_ms, f"{num_calls} calls each, wall time")
+    return report.finish()
+
+
+def _p50_p90(values: list[float]) -> tuple[float, float]:
+    return statistics.median(values), statistics.quantiles(values, n=10)[8]

@@ -1,6 +1,6 @@
-"""A bare SSE app on the gateway's own stack (Starlette, uvicorn, uvloop, httptools): nothing but constant chunks.
+"""A bare SSE app on the gateway's own stack (Starlette, uvicorn, uvloop, httptools): constant chunks.
 
-Run as `python -m benchmarks.gateway_parts.bare PORT`. The body of a POST says {"n": chunks, "step_us": pause}.
+Run as `python -m benchmarks.gateway_parts.bare PORT`. A POST's body says {"n": chunks, "step_us": pause}.
 """
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ if __name__ == "__main__":
         routes=[Route("/stream", stream, methods=["POST"]), Route("/ready", ready, methods=["GET"])]
     )
     uvicorn.run(
-        app, port=int(sys.argv[1]), loop="uvloop", http="httptools", ws="none", lifespan="off", proxy_headers=False,
-        log_config=None, access_log=False, server_header=False, date_header=False,
+        app, port=int(sys.argv[1]), loop="uvloop", http="httptools", ws="none", lifespan="off",
+        proxy_headers=False, log_config=None, access_log=False, server_header=False, date_header=False,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The service as a gateway sees it: takes submissions, answers each with tokens at once or at a steady pace.
+"""The service as a gateway sees it: answers each submission with a token at once, then at a steady pace.
 
-Run as `python -m benchmarks.gateway_parts.peer RUN_DIR STEP_US`. Tokens of all sequences of one step travel in one
-message, as a worker sends them.
+Run as `python -m benchmarks.gateway_parts.peer RUN_DIR STEP_US`. Tokens of all sequences of one step travel
+in one message, as a worker sends them.
 """
 
 from __future__ import annotations
