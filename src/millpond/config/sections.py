@@ -12,6 +12,7 @@ import msgspec
 from millpond.config.engine_params import EngineParams
 from millpond.config.gateway_params import GatewayParams, TenantParams
 from millpond.config.serve_params import SuperviseParams
+from millpond.config.sim_params import SimCostParams, SimRankParams
 from millpond.config.synthetic_params import SyntheticParams
 from millpond.config.topology import (
     DEFAULT_GROUPS,
@@ -60,6 +61,8 @@ class Config:
     mixed: StepVoteParams = field(default_factory=StepVoteParams)
     dispatch: DispatchParams = field(default_factory=DispatchParams)
     supervise: SuperviseParams = field(default_factory=SuperviseParams)
+    sim_cost: SimCostParams = field(default_factory=SimCostParams)
+    sim_rank: SimRankParams = field(default_factory=SimRankParams)
     hosts: tuple[HostSpec, ...] = DEFAULT_HOSTS
     groups: tuple[GroupSpec, ...] = DEFAULT_GROUPS
     storage: tuple[StorageSpec, ...] = ()

@@ -167,6 +167,29 @@ def test_a_bench_without_a_single_answer_fails(server: ThreadingHTTPServer):
     assert "2 x HTTP 400: thirteen is unlucky" in result.stdout
 
 
+def test_a_simulation_runs_and_its_journal_replays(tmp_path: Path):
+    args = ["-n", "20", "--rate", "5", "--output", "8", "--journal", str(tmp_path / "j")]
+    result = invoke("sim", "run", *args, "--set", "group.d0.ranks=2")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["reasons"] == {"length": 20}
+    replayed = invoke("sim", "replay", str(tmp_path / "j"))
+    assert replayed.exit_code == 0, replayed.output
+    assert replayed.stdout.count("equal plans") == 3
+    assert invoke("sim", "replay", str(tmp_path)).exit_code == 2
+
+
+def test_a_simulation_reads_a_trace_and_its_own_costs(tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]}
+    trace.write_text(json.dumps(line) + "\n")
+
+    def ttft_s(*args: str) -> float:
+        return json.loads(invoke("sim", "run", "--trace", str(trace), *args).stdout)["ttft_s"]["mean"]
+
+    slow = ttft_s("--set", "sim_cost.prefill_token_ns=10000000")
+    assert slow > 1.0 > ttft_s()
+
+
 def test_collect_env_names_versions_and_no_places():
     result = invoke("collect-env")
     assert result.exit_code == 0
