@@ -8,16 +8,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from millpond.config.journal import DispatcherSetup, GroupSetup, JournalWriter, M, Setup, journaled
 from millpond.config.sections import Config
 from millpond.config.topology import GroupSpec
-from millpond.control.dispatcher import Dispatcher
-from millpond.control.group_scheduler import GroupParams, GroupRole, GroupScheduler
+from millpond.control.group_scheduler import GroupParams, GroupRole
 from millpond.core.ids import DpRank, GroupId
 from millpond.serve.controller import Controller
 from millpond.serve.logs import configure_logging
@@ -89,13 +90,25 @@ def run_process(spec: ProcessSpec) -> None:
 def _run_controller(
     config: Config, folder: RunFolder, spec: ProcessSpec, is_stopping: Callable[[], bool]
 ) -> None:
-    groups = frozenset(GroupId(group.name) for group in config.groups)
-    dispatcher = Dispatcher(config.dispatch, groups, time.monotonic_ns())
+    groups = tuple(sorted(GroupId(group.name) for group in config.groups))
+    setup = DispatcherSetup(config.dispatch, groups, time.monotonic_ns())
     with (
         Network(folder.load_keys()) as network,
         Router(network, control_endpoint(config, folder)) as router,
+        _recording(setup.make(), setup, config, spec) as dispatcher,
     ):
         Controller(dispatcher, router, spec.incarnation).run(is_stopping)
+
+
+@contextmanager
+def _recording(machine: M, setup: Setup, config: Config, spec: ProcessSpec) -> Iterator[M]:
+    """Record what `machine` is told and decides, if a journal was asked for."""
+    if spec.journal is None:
+        yield machine
+        return
+    name = f"{spec.group or spec.role}.{spec.incarnation}"
+    with JournalWriter(spec.journal, name, setup, config_digest=config.digest) as journal:
+        yield journaled(machine, journal)
 
 
 def _run_rank(config: Config, folder: RunFolder, spec: ProcessSpec, is_stopping: Callable[[], bool]) -> None:
@@ -134,9 +147,12 @@ def _lead(
         others = RemoteRanks(router, tuple(DpRank(rank) for rank in range(1, group.ranks)))
         infos += others.wait_until_up(config.supervise.start_deadline_s)
     params = GroupParams(config.prefill, config.decode, config.mixed)
-    scheduler = GroupScheduler(name, group.role, infos, runner.engine.max_model_len, params)
+    setup = GroupSetup(name, group.role, infos, runner.engine.max_model_len, params)
     identity = LeaderIdentity(spec.incarnation, config.engine.max_num_seqs)
-    with Dealer(network, control_endpoint(config, folder), name) as controller:
+    with (
+        Dealer(network, control_endpoint(config, folder), name) as controller,
+        _recording(setup.make(), setup, config, spec) as scheduler,
+    ):
         leader = Leader(identity, scheduler, infos, runner, others, controller, wakeup, network)
         try:
             log.info("leader.up", group=name, num_blocks=[info.num_blocks for info in infos])

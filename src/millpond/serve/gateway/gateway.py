@@ -110,7 +110,7 @@ class Gateway:
             raise OverloadError(
                 "the service is shutting down", code="service.draining", retry_after_s=retry_after_s
             )
-        if not self.link.is_ready:
+        if not self.link.takes_calls:
             raise OverloadError("no workers are ready", code="service.not_ready", retry_after_s=retry_after_s)
 
     def prepare(self, body: bytes, *, is_chat: bool) -> PreparedCall:

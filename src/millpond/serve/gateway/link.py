@@ -149,12 +149,14 @@ class Call:
 class _Open:
     """One sequence in flight."""
 
-    __slots__ = ("call", "choice", "log")
+    __slots__ = ("call", "choice", "gap_position", "log")
 
     def __init__(self, call: Call, choice: int, log: TokenLog) -> None:
         self.call = call
         self.choice = choice
         self.log = log
+        self.gap_position = -1
+        """Position that was missing at the last `announce` although later ones were there."""
 
 
 class ControllerLink:
@@ -184,6 +186,7 @@ class ControllerLink:
         """What must reach the controller but could not yet; the later one of a sequence counts."""
         self._state: ServiceState | None = None
         self._heard_ns = 0
+        self._max_model_len = 0
         self.num_tokens = 0
         """Output tokens delivered since the start."""
         self.num_dropped = 0
@@ -208,14 +211,19 @@ class ControllerLink:
     @property
     def max_model_len(self) -> int:
         """Longest sequence the service takes; 0 while it is unknown."""
-        return self._state.max_model_len if self._state is not None else 0
+        return self._max_model_len
+
+    @property
+    def takes_calls(self) -> bool:
+        """A complete path was up once. Calls are taken while a worker restarts: the controller queues them."""
+        return self.max_model_len > 0
 
     @property
     def is_ready(self) -> bool:
         """A controller answers, and a complete path through the workers is up."""
         state = self._state
         is_fresh = self._now_ns() - self._heard_ns <= self._lease_ns
-        return state is not None and is_fresh and state.is_ready and state.max_model_len > 0
+        return state is not None and is_fresh and state.is_ready
 
     def silence_s(self) -> float:
         """Seconds without progress: no token was produced although work waits. 0 when idle."""
@@ -299,6 +307,25 @@ class ControllerLink:
         if self._channel.send(GatewayUp(self._gateway)):
             for request_id, message in tuple(self._unsent.items()):
                 self._send_surely(request_id, message)
+        for entry in tuple(self._open.values()):
+            self._heal_gap(entry)
+
+    def _heal_gap(self, entry: _Open) -> None:
+        """Ask for the next attempt if the same token is missing at two announcements in a row.
+
+        A worker killed right after its last token was computed takes that token along, while the worker
+        it handed the sequence to goes on with the ones behind it.
+        """
+        log = entry.log
+        if not log.has_gap:
+            return
+        if entry.gap_position != log.next_position:
+            entry.gap_position = log.next_position
+            return
+        spec = log.next_attempt(log.spec.attempt)
+        if spec is not None:
+            self.num_resubmitted += 1
+            self._send_surely(spec.request_id, Submit(spec))
 
     def on_message(self, message: object) -> None:
         """Take one message of the controller or of a worker; kinds not meant for a gateway are dropped."""
@@ -342,6 +369,8 @@ class ControllerLink:
     def _on_state(self, state: ServiceState) -> None:
         before = self._state
         self._state = state
+        # A restarted controller does not know it until its groups have reported.
+        self._max_model_len = state.max_model_len or self._max_model_len
         self._heard_ns = self._now_ns()
         if before is not None and before.controller_incarnation != state.controller_incarnation:
             # The same attempt on purpose: a controller that learns from the group's own report that a

@@ -35,6 +35,11 @@ class TokenLog:
         """Output tokens the client was given."""
         return self.next_position - self.spec.num_prompt_tokens
 
+    @property
+    def has_gap(self) -> bool:
+        """Tokens wait for an earlier one that has not come."""
+        return bool(self._ahead)
+
     def add(self, token: TokenOut) -> list[TokenOut]:
         """Take one message from a worker.
 

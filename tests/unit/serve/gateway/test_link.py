@@ -211,3 +211,36 @@ def test_a_controller_that_fell_silent_is_not_ready(link: ControllerLink, clock:
     assert link.is_ready
     link.on_message(ServiceState(1, 0, is_ready=False))
     assert not link.is_ready
+
+
+def test_a_token_that_never_came_is_asked_for_again(link: ControllerLink, wire: Wire) -> None:
+    with link.open([spec()]):
+        wire.sent.clear()
+        link.on_message(tokens((0, 0, 1)))  # the second token; the worker of the first died with it
+        link.announce()
+        assert wire.take(Submit) == []  # it may still be on its way
+        link.announce()
+        (again,) = wire.take(Submit)
+        assert isinstance(again, Submit)
+        assert again.spec.attempt == 1
+        assert list(again.spec.output_ids) == []
+        link.on_message(tokens((0, 0, 0)))  # too late: of the attempt before
+        link.announce()
+        assert wire.take(Submit) == []
+
+
+def test_a_late_token_closes_the_gap(link: ControllerLink, wire: Wire) -> None:
+    with link.open([spec()]):
+        wire.sent.clear()
+        link.on_message(tokens((0, 0, 1)))
+        link.announce()
+        link.on_message(tokens((0, 0, 0)))
+        link.announce()
+        assert wire.take(Submit) == []
+
+
+def test_calls_are_taken_while_a_worker_restarts(link: ControllerLink) -> None:
+    link.on_message(ServiceState(2, 0, is_ready=False))
+    assert not link.is_ready
+    assert link.takes_calls
+    assert link.max_model_len == 100
