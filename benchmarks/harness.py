@@ -111,11 +111,17 @@ class Report:
         level = self._levels[level_id]
         spread = aa_spread(ours)
         self.figures["aa_spread"] = max(spread, float(str(self.figures.get("aa_spread", 0.0))))
-        value = paired_ratio(ours, other, NUM_PAIRS)
+        pairs = measure_pairs(ours, other, NUM_PAIRS)
+        value = median_ratio(pairs)
         miss = abs(value - level.target) / level.target
         if not level.is_met(value) and miss < spread:
-            value = paired_ratio(ours, other, NUM_PAIRS * RETRY_FACTOR)
+            pairs = measure_pairs(ours, other, NUM_PAIRS * RETRY_FACTOR)
+            value = median_ratio(pairs)
             note = f"{note}; spread {spread:.3f}".strip("; ")
+        self.figures[level_id] = {
+            "ours": statistics.median(mine for mine, _ in pairs),
+            "other": statistics.median(theirs for _, theirs in pairs),
+        }
         self.add(level_id, value, note)
 
     def finish(self) -> Result:
@@ -140,24 +146,24 @@ def load_levels(benchmark: str) -> dict[str, Level]:
     return {level_id: Level(level_id, **record) for level_id, record in table.items()}
 
 
-def paired_ratio(a: Callable[[], float], b: Callable[[], float], pairs: int) -> float:
-    """Median of a / b over interleaved pairs."""
-    return statistics.median(_ratios(a, b, pairs))
+Pairs = list[tuple[float, float]]
 
 
-def aa_spread(a: Callable[[], float], pairs: int = NUM_PAIRS) -> float:
+def measure_pairs(a: Callable[[], float], b: Callable[[], float], count: int) -> Pairs:
+    """Measure both sides in turn, A B A B ..."""
+    return [(a(), b()) for _ in range(count)]
+
+
+def median_ratio(pairs: Pairs) -> float:
+    """Median of the paired ratios."""
+    return statistics.median(mine / other for mine, other in pairs)
+
+
+def aa_spread(a: Callable[[], float], count: int = NUM_PAIRS) -> float:
     """How far A / A strays from 1: the larger of its median's distance and half its interquartile range."""
-    ratios = _ratios(a, a, pairs)
+    ratios = [mine / other for mine, other in measure_pairs(a, a, count)]
     quartiles = statistics.quantiles(ratios, n=4)
     return max(abs(statistics.median(ratios) - 1), (quartiles[2] - quartiles[0]) / 2)
-
-
-def _ratios(a: Callable[[], float], b: Callable[[], float], pairs: int) -> list[float]:
-    ratios = []
-    for _ in range(pairs):
-        first = a()
-        ratios.append(first / b())
-    return ratios
 
 
 def say(text: str) -> None:

@@ -25,7 +25,7 @@ def as_transformers(config: LlamaConfig, weights: LlamaWeights) -> LlamaForCausa
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         tie_word_embeddings=config.tie_embeddings,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] - passed on by **kwargs
     )
     dtype = weights.embedding.dtype
     with torch.device("meta"):

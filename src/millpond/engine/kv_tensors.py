@@ -56,7 +56,7 @@ class KvTensors:
         self._typed = self.memory.view(DTYPES[dtype])
         self._heads = (config.num_kv_heads, config.head_dim)
         self._part_items = part_bytes // self._typed.element_size()
-        self._host = self.memory.numpy() if device.type == "cpu" else None
+        self._host = self.memory.numpy().data.cast("B") if device.type == "cpu" else None
 
     def keys(self, layer: int) -> torch.Tensor:
         """Keys of a layer, a view [blocks, kv heads, head dim, 128]."""
@@ -79,8 +79,9 @@ class KvTensors:
         """Bytes of one row; on a CPU the memory itself, elsewhere a copy."""
         begin, end = self._range(block, row)
         if self._host is not None:
-            return memoryview(self._host[block, begin:end]).toreadonly()
-        return memoryview(self.memory[block, begin:end].cpu().numpy())
+            at = block * self.layout.block_bytes
+            return self._host[at + begin : at + end].toreadonly()
+        return self.memory[block, begin:end].cpu().numpy().data
 
     def write_row(self, block: BlockId, row: int, data: memoryview) -> None:
         """Replace one row; `data` has exactly `row_bytes` bytes."""
@@ -88,7 +89,8 @@ class KvTensors:
         if data.nbytes != self.row_bytes:
             raise InvariantBroken(f"row of {data.nbytes} bytes, expected {self.row_bytes}")
         if self._host is not None:
-            memoryview(self._host[block, begin:end])[:] = data.cast("B")
+            at = block * self.layout.block_bytes
+            self._host[at + begin : at + end] = data.cast("B")
         else:
             self.memory[block, begin:end] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(
                 self.memory.device

@@ -59,22 +59,22 @@ class _Rows(ctypes.Structure):
     ]
 
 
+_LAYER_FIELDS = (
+    "attention_norm",
+    "mlp_norm",
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
+    "qkv_bias",
+    "output_bias",
+    "gate_up_bias",
+    "down_bias",
+)
+
+
 class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        (name, _Pointer)
-        for name in (
-            "attention_norm",
-            "mlp_norm",
-            "qkv",
-            "output",
-            "gate_up",
-            "down",
-            "qkv_bias",
-            "output_bias",
-            "gate_up_bias",
-            "down_bias",
-        )
-    ]
+    _fields_: ClassVar = [(name, _Pointer) for name in _LAYER_FIELDS]
 
 
 class _Shape(ctypes.Structure):
@@ -167,7 +167,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _layer_record(w: LayerWeights) -> _Layer:
-    return _Layer(**{name: _address(getattr(w, name)) for name, _ in _Layer._fields_})
+    return _Layer(**{name: _address(getattr(w, name)) for name in _LAYER_FIELDS})
 
 
 class NativeLayers:
