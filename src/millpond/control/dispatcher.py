@@ -6,9 +6,10 @@ what they still wait for; a submission that matches what a group holds is attach
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
+from millpond.control.known_group import KnownGroup
 from millpond.core.events import (
     Cancel,
     Fetch,
@@ -91,30 +92,6 @@ class _Request:
         return tuple(dict.fromkeys(g for g in (self.prefill, self.decode) if g is not None))
 
 
-@dataclass(slots=True)
-class _Group:
-    up: GroupUp
-    seen_ns: int
-    views: dict[DpRank, RankView]
-    room: int = 0
-    num_assigns: int = 0
-    """Assignments sent in this incarnation."""
-    unseen: list[tuple[int, DpRank, int]] = field(default_factory=list[tuple[int, DpRank, int]])
-    """(ordinal, rank, tokens) of assignments that the last report does not include."""
-
-    def adjusted_views(self) -> list[RankView]:
-        """Views with our own later assignments counted in, so that a burst within one report period
-        does not herd onto one rank.
-        """
-        views = dict(self.views)
-        for _, rank, tokens in self.unseen:
-            view = views[rank]
-            views[rank] = replace(
-                view, num_queued=view.num_queued + 1, queued_tokens=view.queued_tokens + tokens
-            )
-        return [views[rank] for rank in sorted(views)]
-
-
 class Dispatcher:
     """All global decisions of the first slice: queue, pull, pair, loss, cancel."""
 
@@ -122,7 +99,7 @@ class Dispatcher:
         self._params = params
         self._expected = expected_groups
         self._grace_until_ns = now_ns + int(params.start_grace_s * SECOND_NS)
-        self._groups: dict[GroupId, _Group] = {}
+        self._groups: dict[GroupId, KnownGroup] = {}
         self._gateways: dict[GatewayId, int] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._queue = OrderedQueue(params.order)
@@ -192,11 +169,7 @@ class Dispatcher:
                 old.seen_ns = now_ns
                 return
             self._lose_group(now_ns, event.group, "restarted")
-        empty = {
-            info.rank: RankView(info.rank, 0, 0, 0, 0, info.num_blocks, info.num_slots)
-            for info in event.ranks
-        }
-        self._groups[event.group] = _Group(event, now_ns, empty, num_assigns=event.seen_assigns)
+        self._groups[event.group] = KnownGroup(event, now_ns)
         for request_id, attempt in event.running:
             self._on_group_runs(now_ns, event, request_id, attempt)
         self._update_max_model_len()
@@ -227,10 +200,7 @@ class Dispatcher:
             if group is None or group.up.incarnation < event.incarnation:
                 self._introduce.append(Introduce(event.group))
             return
-        group.seen_ns = now_ns
-        group.views = {view.rank: view for view in event.views}
-        group.unseen = [entry for entry in group.unseen if entry[0] > event.seen_assigns]
-        group.room = event.room
+        group.take_report(now_ns, event)
         for request_id, attempt in event.started:
             request = self._requests.get(request_id)
             if request is None or request.attempt != attempt:
@@ -408,9 +378,7 @@ class Dispatcher:
         request.decode = assign.decode.group
         sides = {assign.prefill.group: assign.prefill, assign.decode.group: assign.decode}
         for name, ref in sides.items():
-            group = self._groups[name]
-            group.num_assigns += 1
-            group.unseen.append((group.num_assigns, ref.rank, assign.spec.num_known_tokens))
+            self._groups[name].book(ref.rank, assign.spec.num_known_tokens)
 
     # --- tell ------------------------------------------------------------------------------
 
@@ -473,11 +441,11 @@ class Dispatcher:
         return problems
 
 
-def _queued(group: _Group) -> int:
+def _queued(group: KnownGroup) -> int:
     return sum(view.queued_tokens for view in group.adjusted_views())
 
 
-def _address(group: _Group, rank: DpRank) -> str:
+def _address(group: KnownGroup, rank: DpRank) -> str:
     info: RankInfo = next(info for info in group.up.ranks if info.rank == rank)
     return info.data_address
 
