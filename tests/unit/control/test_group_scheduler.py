@@ -493,3 +493,21 @@ def test_bug_16_abort_storm_empties_every_queue_of_every_rank(role):
         scheduler.advance(0, HandoffClosed(*key))
     assert is_empty(scheduler)
     assert {(v.free_blocks, v.free_slots) for v in scheduler.views()} == {(64, 32)}
+
+
+@pytest.mark.parametrize("role", [GroupRole.PREFILL, GroupRole.DECODE])
+def test_memory_is_granted_in_order_of_assignment_and_the_head_is_never_overtaken(role):
+    """Else the prefill of one request and the decode of another could wait for each other in a ring."""
+    scheduler = make_scheduler(role, num_blocks=4)
+    first, big, small = (make_spec(name, num) for name, num in (("first", 200), ("big", 400), ("small", 10)))
+    assign_all(scheduler, *map(make_assign, (first, big, small)))
+    granted = []
+    while (plan := scheduler.next_plan(0)) is not None and not plan.ranks:
+        granted += [m.request_id for m in (*plan.sends, *plan.receives)]
+    if plan is not None:
+        granted += [m.request_id for m in (*plan.sends, *plan.receives)]
+        scheduler.advance(0, Engines(1).run(plan))
+    assert granted == ["first"]
+    scheduler.advance(0, HandoffFailed(RequestId("first"), 0, "gone"))
+    plan = scheduler.next_plan(0)
+    assert [m.request_id for m in (*plan.sends, *plan.receives)] == ["big"]
