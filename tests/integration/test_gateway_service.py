@@ -46,27 +46,26 @@ def test_a_real_model_behind_the_api(start_service: Callable[..., Service]) -> N
 
 def check_eight_choices(service: Service) -> None:
     """bug_06: distinct, reproducible, and equal streamed or not; the prompt counts once."""
-    answer = whole(service, n=8, seed=5, max_tokens=12, temperature=1.5)
+    answer = whole(service, n=8, seed=5, max_tokens=8, temperature=1.5)
     texts = [choice["text"] for choice in answer["choices"]]
     assert len(set(texts)) == 8
-    assert streamed(service, 8, seed=5, max_tokens=12, temperature=1.5) == texts
+    assert streamed(service, 8, seed=5, max_tokens=8, temperature=1.5) == texts
     assert answer["usage"]["prompt_tokens"] < 20
-    unseeded = whole(service, n=8, max_tokens=12, temperature=1.5)
-    assert len({choice["text"] for choice in unseeded["choices"]}) == 8
-    assert {choice["text"] for choice in unseeded["choices"]} != set(texts)
+    unseeded = {choice["text"] for choice in whole(service, n=2, max_tokens=8, temperature=1.5)["choices"]}
+    assert len(unseeded) == 2
+    assert not unseeded & set(texts)
 
 
 def check_stop_strings(service: Service) -> None:
     """bug_01: a stop string that spans tokens cuts both forms at the same place, through both workers."""
-    fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
     full = whole(service, **fields)["choices"][0]["text"]
-    for begin in (0, 9, 31):
-        for length in (1, 4, 11):
-            stop = full[begin : begin + length]
-            expected = full[: full.index(stop)]
-            answer = whole(service, **fields, stop=[stop])["choices"][0]
-            assert (answer["text"], answer["finish_reason"]) == (expected, "stop")
-            assert streamed(service, **fields, stop=[stop]) == [expected]
+    for begin, length in ((0, 1), (9, 4), (30, 11)):
+        stop = full[begin : begin + length]
+        expected = full[: full.index(stop)]
+        answer = whole(service, **fields, stop=[stop])["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == (expected, "stop")
+        assert streamed(service, **fields, stop=[stop]) == [expected]
 
 
 def check_logprobs(service: Service) -> None:
@@ -101,8 +100,8 @@ def test_bug_16_an_abort_storm_leaves_nothing_behind(
                 "seed": index,
             }
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body.encode())
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         await writer.drain()
         if index % 2:
             if index % 4 == 1:

@@ -135,6 +135,8 @@ class FakeService:
     """Its status."""
     submits: list[RequestSpec] = field(default_factory=list)
     cancels: list[RequestId] = field(default_factory=list)
+    open_at_cancel: list[int] = field(default_factory=list)
+    """Sequences that went on at each cancel."""
     num_announced: int = 0
     link: ControllerLink = field(init=False)
 
@@ -149,6 +151,7 @@ class FakeService:
                     asyncio.get_running_loop().call_soon(self._say, spec, tokens, 0)
             case Cancel(request_id=request_id):
                 self.cancels.append(request_id)
+                self.open_at_cancel.append(self.link.num_open)
             case GatewayUp():
                 self.num_announced += 1
             case StatusQuery(query_id=query_id):

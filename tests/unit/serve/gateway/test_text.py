@@ -56,6 +56,14 @@ def test_a_stop_string_cancels_the_sequence_and_ends_with_stop() -> None:
     assert service.cancels == [service.submits[0].request_id]
 
 
+def test_a_choice_that_met_its_stop_string_is_cancelled_while_the_other_goes_on() -> None:
+    service = FakeService(lambda spec: b"aENDb" if spec.sampling.choice == 0 else b"c" * 50)
+    response = ask(make_gateway(service), CHAT, chat_body(stop="END", n=2, max_tokens=50)).json()
+    assert [choice["message"]["content"] for choice in response["choices"]] == ["a", "c" * 50]
+    assert [choice["finish_reason"] for choice in response["choices"]] == ["stop", "length"]
+    assert service.open_at_cancel == [1]
+
+
 def test_a_held_back_beginning_of_a_stop_string_is_sent_at_the_end() -> None:
     gateway = make_gateway(FakeService(says("the EN")))
     assert both(gateway, CHAT, chat_body(stop="END")) == ("the EN", "the EN")
