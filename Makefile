@@ -11,6 +11,7 @@ PATHS  := src tests benchmarks
 # One thread per process: OpenMP threads that outnumber the cores spin against each other.
 export OMP_NUM_THREADS ?= 1
 
+MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help venv serve chat test soak lint fmt types arch bench peers ci clean
 
