@@ -25,6 +25,7 @@ def resolve(config: Config) -> Config:
     """
     _check_names(config)
     _check_groups(config)
+    _check_choices(config)
     _check_numbers(config)
     return dataclasses.replace(config, supervise=_place_folders(config))
 
@@ -74,6 +75,17 @@ def _check_groups(config: Config) -> None:
         raise ConfigError(
             "storage: this version has no KV pool yet; remove the [[storage]] tables", param="storage"
         )
+
+
+def _check_choices(config: Config) -> None:
+    links = ((f"link[{index}].net", link.net, ("snic", "cnic")) for index, link in enumerate(config.links))
+    for path, value, choices in (
+        ("engine.dtype", config.engine.dtype, ("auto", "bf16", "fp32")),
+        ("engine.numerics", config.engine.numerics, ("fast", "exact")),
+        *links,
+    ):
+        if value not in choices:
+            raise ConfigError(f"{path} = {value!r}: must be one of {', '.join(choices)}", param=path)
 
 
 def _check_numbers(config: Config) -> None:
