@@ -28,7 +28,7 @@ def make_layers(
     if weights.rope_factors is not None:
         frequencies = frequencies / weights.rope_factors.cpu()
     rope = RopeTable(frequencies, factor, max_model_len, weights.embedding.device)
-    native = NativeLayers.make(config, weights, kv, rope)
+    native = NativeLayers.make(config, weights, kv, rope, is_exact=is_exact)
     return native or TorchLayers(config, weights, kv, rope, is_exact=is_exact)
 
 

@@ -12,6 +12,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +24,7 @@ from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import StepRows
 from millpond.engine.model_files import LlamaConfig
 from millpond.engine.rope import RopeTable
+from millpond.engine.torch_layers import linear_bf16
 from millpond.engine.weights import LayerWeights, LlamaWeights
 
 _SOURCE = Path(__file__).with_name("kernels.c")
@@ -31,6 +34,9 @@ _MAX_GROUP = 16
 _MAX_HEAD_DIM = 256
 _LANES = 16
 """Sizes are multiples of the widest vector, so that no kernel needs a scalar tail."""
+
+_WIDE_ROWS = 64
+"""Rows from which a step counts as wide: enough to fill a matrix unit."""
 
 _Long = ctypes.c_long
 _Pointer = ctypes.c_void_p
@@ -170,18 +176,58 @@ def _layer_record(w: LayerWeights) -> _Layer:
     return _Layer(**{name: _address(getattr(w, name)) for name in _LAYER_FIELDS})
 
 
+def is_torch_faster(kernels: ctypes.CDLL, weight: torch.Tensor) -> bool:
+    """Measure whether torch multiplies wide steps by a bf16 weight [out, in] faster than the kernels."""
+    if weight.dtype != torch.bfloat16:
+        return False
+    out_width, width = weight.shape
+    x, out = torch.zeros(_WIDE_ROWS, width), torch.empty(_WIDE_ROWS, out_width)
+
+    def native() -> None:
+        kernels.mp_linear(
+            x.data_ptr(),
+            width,
+            weight.data_ptr(),
+            None,
+            len(x),
+            width,
+            out_width,
+            out.data_ptr(),
+            out_width,
+            0,
+        )
+
+    return _best_ns(lambda: linear_bf16(x, weight, None)) < _best_ns(native)
+
+
+def _best_ns(work: Callable[[], object]) -> int:
+    times = []
+    for _ in range(3):
+        begin_ns = time.thread_time_ns()
+        work()
+        times.append(time.thread_time_ns() - begin_ns)
+    return min(times)
+
+
 class NativeLayers:
     """Implements `DecoderLayers` with the native kernels; exact in both numeric modes."""
 
     @classmethod
     def make(
-        cls, config: LlamaConfig, weights: LlamaWeights, kv: KvTensors, rope: RopeTable
+        cls, config: LlamaConfig, weights: LlamaWeights, kv: KvTensors, rope: RopeTable, *, is_exact: bool
     ) -> NativeLayers | None:
-        """Make native layers, or None where the device, the model's sizes or the compiler do not allow."""
+        """Make native layers, or None where the device, the model's sizes or the compiler do not allow.
+
+        In fast mode torch does the large products of a prefill if it is measured to be faster, which it is
+        on CPUs with bf16 matrix units.
+        """
         if weights.embedding.device.type != "cpu" or not _supports(config):
             return None
         kernels = load_kernels(weights.embedding.dtype)
-        return None if kernels is None else cls(kernels, config, weights, kv, rope)
+        if kernels is None:
+            return None
+        is_wide = not is_exact and is_torch_faster(kernels, weights.layers[0].gate_up)
+        return cls(kernels, config, weights, kv, rope, wide_rows=_WIDE_ROWS if is_wide else None)
 
     def __init__(
         self,
@@ -190,13 +236,25 @@ class NativeLayers:
         weights: LlamaWeights,
         kv: KvTensors,
         rope: RopeTable,
+        *,
+        wide_rows: int | None = None,
     ) -> None:
-        """Collect addresses; the tensors are kept alive by the references held here."""
+        """Collect addresses; the tensors are kept alive by the references held here.
+
+        Args:
+            kernels: See `load_kernels`.
+            config: The decoder.
+            weights: On the CPU, in the kernels' dtype.
+            kv: Block memory in the same dtype.
+            rope: Cosines and sines.
+            wide_rows: From this many rows on torch multiplies by the weights; None: never.
+        """
         self._kernels = kernels
         self._config = config
         self._weights = weights
         self._tensors = kv
         self._rope = rope
+        self._wide_rows = wide_rows
         self._layers = (_Layer * config.num_layers)(*map(_layer_record, weights.layers))
         self._shape = _Shape(config.hidden_size, config.intermediate_size, config.rms_norm_eps)
         self._kv = _Kv(
@@ -221,6 +279,10 @@ class NativeLayers:
         record = _Rows(
             len(hidden), rows.positions.data_ptr(), rows.sequences.data_ptr(), rows.tables.data_ptr()
         )
+        if self._wide_rows is not None and len(hidden) >= self._wide_rows:
+            for layer in range(begin, end):
+                self._wide_layer(layer, hidden, record)
+            return
         self._kernels.mp_layers(
             ctypes.byref(self._shape),
             ctypes.byref(self._kv),
@@ -231,6 +293,28 @@ class NativeLayers:
             hidden.data_ptr(),
             self._scratch.data_ptr(),
         )
+
+    def _wide_layer(self, layer: int, hidden: torch.Tensor, rows: _Rows) -> None:
+        """One layer with torch's bf16 products and the native rest."""
+        kernels, w, config = self._kernels, self._weights.layers[layer], self._config
+        count, width, inter = len(hidden), config.hidden_size, config.intermediate_size
+        eps, kv, record = config.rms_norm_eps, ctypes.byref(self._kv), ctypes.byref(rows)
+        normed = torch.empty_like(hidden)
+        kernels.mp_rms_norm(
+            hidden.data_ptr(), w.attention_norm.data_ptr(), eps, count, width, normed.data_ptr()
+        )
+        qkv = linear_bf16(normed, w.qkv, w.qkv_bias)
+        kernels.mp_rope_store(kv, record, layer, 0, count, qkv.data_ptr())
+        mixed = torch.empty(count, config.num_heads * config.head_dim)
+        kernels.mp_attention(
+            kv, record, layer, 0, count, qkv.data_ptr(), mixed.data_ptr(), self._scratch.data_ptr()
+        )
+        hidden += linear_bf16(mixed, w.output, w.output_bias)
+        kernels.mp_rms_norm(hidden.data_ptr(), w.mlp_norm.data_ptr(), eps, count, width, normed.data_ptr())
+        gate_up = linear_bf16(normed, w.gate_up, w.gate_up_bias)
+        active = torch.empty(count, inter)
+        kernels.mp_silu_mul(gate_up.data_ptr(), count, inter, active.data_ptr())
+        hidden += linear_bf16(active, w.down, w.down_bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `DecoderLayers.logits`."""

@@ -47,17 +47,26 @@ class TorchLayers:
         rope: RopeTable,
         *,
         is_exact: bool,
+        linear: Linear | None = None,
     ) -> None:
-        """Keep references; nothing is copied."""
+        """Keep references; nothing is copied.
+
+        Args:
+            config: The decoder.
+            weights: In the dtype of `kv`, on one device.
+            kv: Block memory.
+            rope: Cosines and sines.
+            is_exact: Give every operation one fixed shape.
+            linear: How to multiply by weights; None: bf16 operands where the device has units for them.
+        """
         self._config = config
         self._weights = weights
         self._kv = kv
         self._rope = rope
         self._is_exact = is_exact
         on_cpu = weights.embedding.device.type == "cpu"
-        self._linear: Linear = (
-            linear_fp32 if on_cpu or weights.embedding.dtype == torch.float32 else linear_bf16
-        )
+        is_fp32 = weights.embedding.dtype == torch.float32
+        self._linear: Linear = linear or (linear_fp32 if on_cpu or is_fp32 else linear_bf16)
 
     def run(self, hidden: torch.Tensor, rows: StepRows, begin: int, end: int) -> None:
         """See `DecoderLayers.run`."""

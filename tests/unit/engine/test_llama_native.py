@@ -9,7 +9,7 @@ import torch
 
 from millpond.engine.layers import RowSpan, StepRows
 from millpond.engine.native import NativeLayers, load_kernels
-from millpond.engine.torch_layers import TorchLayers, rms_norm
+from millpond.engine.torch_layers import TorchLayers, linear_bf16, rms_norm
 from tests.unit.engine.tiny_llama import tiny_engine, write_checkpoint
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -96,6 +96,27 @@ def test_layers_and_kv_equal_the_twin(folder, dtype):
             torch.testing.assert_close(
                 mine.float(), theirs.float(), atol=1e-2 if dtype == "bf16" else 1e-4, rtol=1e-2
             )
+
+
+def test_wide_steps_through_torch_products_equal_the_twin_with_the_same_products(folder):
+    """On CPUs with bf16 matrix units torch multiplies in prefill; forced here to see that it is right."""
+    twin_engine, engine = tiny_engine(folder, dtype="bf16"), tiny_engine(folder, dtype="bf16")
+    layers = engine._layers
+    twin = TorchLayers(
+        engine._config, layers._weights, twin_engine._kv, layers._rope, is_exact=False, linear=linear_bf16
+    )
+    wide = NativeLayers(
+        load_kernels(torch.bfloat16), engine._config, layers._weights, engine._kv, layers._rope, wide_rows=64
+    )
+    hidden = torch.randn(200, 64, generator=torch.Generator().manual_seed(5))
+    tables = torch.tensor([[3, 0], [4, 2]], dtype=torch.int32)
+    rows = _rows((RowSpan(0, 70, 0), RowSpan(70, 200, 0)), tables)
+    by_kernels, by_twin = hidden.clone(), hidden.clone()
+    layers.run(by_kernels, rows, 0, 2)
+    twin.run(by_twin, rows, 0, 2)
+    wide.run(hidden, rows, 0, 2)
+    assert (hidden - by_twin).norm() / by_twin.norm() < 0.005
+    assert (by_kernels - by_twin).norm() > 2 * (hidden - by_twin).norm(), "the torch path did not run"
 
 
 def _rows(spans, tables):
