@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 import millpond
 from millpond.core.errors import MillpondError
 from millpond.serve.gateway import openai_schema as schema
+from millpond.serve.gateway.bad_input import decode_body, refuse
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.generate import GenerateEndpoint
 from millpond.serve.gateway.http_io import (
@@ -33,7 +34,7 @@ from millpond.serve.gateway.metrics import CONTENT_TYPE
 from millpond.serve.gateway.openapi import make_document
 from millpond.serve.gateway.service_metrics import render_service
 from millpond.serve.gateway.tenants import Tenant
-from millpond.serve.gateway.validate import check_model, decode_body, plain_messages, refuse
+from millpond.serve.gateway.validate import check_model, plain_messages
 
 REPORT_DEADLINE_S = 1.0
 """Time the controller gets to answer a scrape; without it the gateway's own metrics are given."""

@@ -16,12 +16,13 @@ from millpond.core.ids import GatewayId, RequestId
 from millpond.core.request import RequestSpec
 from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Admission
+from millpond.serve.gateway.bad_input import decode_body
 from millpond.serve.gateway.link import Call, ControllerLink
 from millpond.serve.gateway.metrics import GatewayMetrics
 from millpond.serve.gateway.openai_schema import ChatRequest, CompletionRequest
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.tenants import Tenant, Tenants
-from millpond.serve.gateway.validate import PreparedCall, decode_body, prepare_chat, prepare_completion
+from millpond.serve.gateway.validate import PreparedCall, prepare_chat, prepare_completion
 
 
 @dataclass(frozen=True, slots=True)

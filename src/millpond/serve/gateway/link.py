@@ -175,7 +175,7 @@ class ControllerLink:
         channel: ControlChannel,
         *,
         now_ns: Callable[[], int],
-        lease_s: float = 5.0,
+        lease_s: float = 10.0,
     ) -> None:
         self._gateway = gateway
         self._channel = channel
@@ -215,7 +215,7 @@ class ControllerLink:
 
     @property
     def takes_calls(self) -> bool:
-        """A complete path was up once. Calls are taken while a worker restarts: the controller queues them."""
+        """A complete path was up once. While a worker restarts, calls wait in the controller's queue."""
         return self.max_model_len > 0
 
     @property
