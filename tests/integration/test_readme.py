@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import Service
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -26,6 +28,7 @@ def run(command: list[str], text: str | None = None) -> str:
     return result.stdout
 
 
+@pytest.mark.timeout(600)  # a whole service with a real model, on cores that others may keep busy
 def test_every_example_of_the_readme_works_as_printed(start_service: Callable[..., Service]):
     service = start_service()
 
@@ -51,4 +54,25 @@ def test_every_example_of_the_readme_works_as_printed(start_service: Callable[..
         "What is the capital of France?\nAnd of Germany?\nAnd of Italy?\n",
     )
     assert [city for city in ("Paris", "Berlin", "Rome") if city not in spoken] == []
+    assert_official_client_holds_a_conversation(service.url)
     service.wait_empty()
+
+
+def assert_official_client_holds_a_conversation(url: str) -> None:
+    """Three streamed turns whose answers make sense only with the turns before."""
+    from openai import OpenAI
+
+    messages: list[dict[str, str]] = []
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
+        for question, expected in (
+            ("What is the capital of France?", "Paris"),
+            ("And of Germany?", "Berlin"),
+            ("And of Italy?", "Rome"),
+        ):
+            messages.append({"role": "user", "content": question})
+            stream = client.chat.completions.create(
+                model="smollm2-135m", messages=messages, temperature=0, max_tokens=48, stream=True
+            )
+            answer = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+            assert expected in answer
+            messages.append({"role": "assistant", "content": answer})
