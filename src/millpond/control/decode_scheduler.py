@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from millpond.control.rank_state import Key, RankState
@@ -20,7 +21,7 @@ class DecodeParams:
 
     reserve_blocks_per_seq: float = 0.25
     """Blocks kept free per running sequence when a new one asks for memory, so that growth rarely has to
-    preempt. >= 0."""
+    preempt; rounded up. >= 0."""
 
 
 class DecodeScheduler:
@@ -38,7 +39,7 @@ class DecodeScheduler:
     @property
     def reserve_blocks(self) -> int:
         """Blocks to leave free for the growth of what runs."""
-        return int(self._params.reserve_blocks_per_seq * len(self._rank.lines[SequenceState.RUNNING]))
+        return math.ceil(self._params.reserve_blocks_per_seq * len(self._rank.lines[SequenceState.RUNNING]))
 
     def admit(self) -> None:
         """Grant memory to sequences whose KV is to come, strictly in order.

@@ -84,6 +84,8 @@ class _Request:
     spec: RequestSpec | None = None
     prefill: GroupId | None = None
     decode: GroupId | None = None
+    arrival: int = 0
+    """Order of the first submission; 0 for what was only heard of from a group."""
     num_failures: int = 0
 
     @property
@@ -149,16 +151,24 @@ class Dispatcher:
         if known is not None and known.attempt >= spec.attempt:
             return
         num_failures = 0
+        self._num_arrivals += 1
+        arrival = self._num_arrivals
         if known is not None:
+            arrival = known.arrival or arrival  # keeps its place: its client sees a stream stand still
             progressed = known.spec is None or len(spec.output_ids) > len(known.spec.output_ids)
             num_failures = 0 if progressed else known.num_failures
             self._abort_on(known, known.groups)
             self._queue.discard(spec.request_id)
-        self._num_arrivals += 1
         self._requests[spec.request_id] = _Request(
-            spec.request_id, spec.attempt, _Phase.QUEUED, now_ns, spec, num_failures=num_failures
+            spec.request_id,
+            spec.attempt,
+            _Phase.QUEUED,
+            now_ns,
+            spec,
+            arrival=arrival,
+            num_failures=num_failures,
         )
-        self._queue.push(spec.request_id, spec.priority, self._num_arrivals)
+        self._queue.push(spec.request_id, spec.priority, arrival)
 
     def _on_group_up(self, now_ns: int, event: GroupUp) -> None:
         old = self._groups.get(event.group)

@@ -359,6 +359,17 @@ def test_nothing_starts_before_all_groups_reported_or_the_grace_is_over():
     assert len(desk.wait(3).assigns) == 1
 
 
+def test_a_lost_request_keeps_its_place_in_the_queue():
+    """Its client looks at a stream that stands still; those that came later have seen nothing yet."""
+    desk = desk_1p1d()
+    desk.assigned("old")
+    desk.tell(report("p0", seen=1), *(Submit(make_spec(f"new{i}")) for i in range(3)))
+    desk.after(ended("d0", "old"))
+    desk.tell(Submit(make_spec("old", attempt=1, num_output=1)))
+    plan = desk.after(report("p0", room=2, seen=1))
+    assert [a.spec.request_id for a in plan.assigns] == ["old", "new0"]
+
+
 def test_a_group_that_comes_after_the_request_moved_on_must_drop_it():
     desk, up = restarted(start_grace_s=0.0)
     desk.tell(make_group_up("d1", "decode"), report("p0", room=8))

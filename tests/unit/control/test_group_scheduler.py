@@ -511,3 +511,11 @@ def test_memory_is_granted_in_order_of_assignment_and_the_head_is_never_overtake
     scheduler.advance(0, HandoffFailed(RequestId("first"), 0, "gone"))
     plan = scheduler.next_plan(0)
     assert [m.request_id for m in (*plan.sends, *plan.receives)] == ["big"]
+
+
+@pytest.mark.parametrize(("min_tokens", "num_steps"), [(0, 1), (1, 1), (2, 1), (20, 19), (100, 40)])
+def test_a_span_ends_before_a_stop_token_may_come(min_tokens, num_steps):
+    scheduler, engines = make_scheduler(GroupRole.MIXED), Engines(1)
+    assign_all(scheduler, local(num_prompt=10, max_tokens=90, min_tokens=min_tokens, stop_token_ids=(3,)))
+    scheduler.advance(0, engines.run(scheduler.next_plan(0)))
+    assert scheduler.next_plan(0, max_steps=40).num_steps == num_steps
