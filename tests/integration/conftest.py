@@ -78,6 +78,19 @@ class Service:
 
         wait_until(is_ready, START_DEADLINE_S, "ready")
 
+    def wait_busy(self) -> None:
+        """Wait until a decode or mixed group runs something."""
+        wait_until(
+            lambda: any(
+                rank["kv_tokens"] > 0
+                for group in self.status["groups"].values()
+                if group["role"] != "prefill"
+                for rank in group["ranks"]
+            ),
+            60,
+            "a group decodes",
+        )
+
     def wait_empty(self, deadline_s: float = 10.0) -> None:
         """Wait until every block and slot of every rank is free again and no request is known."""
 
