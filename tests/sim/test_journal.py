@@ -87,6 +87,13 @@ def test_two_lives_have_two_files(tmp_path):
         JournalWriter(tmp_path, "p0.1", group_setup())
 
 
+def test_nobody_else_may_read_the_prompts(tmp_path):
+    with JournalWriter(tmp_path / "journals", "p0.1", group_setup()):
+        [path] = (tmp_path / "journals").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_what_was_parked_is_on_disk(tmp_path):
     """A killed process loses nothing that it decided before it parked."""
     writer = JournalWriter(tmp_path, "m0", group_setup())

@@ -19,6 +19,7 @@ good up to there.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,19 +104,23 @@ class _RawHeader(msgspec.Struct):
     setup: msgspec.Raw = msgspec.Raw(b"")
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
+
+
 class JournalWriter:
     """Appends records to one file. Buffered: what the last `flush` did not see dies with the process."""
 
     def __init__(
         self, folder: Path, name: str, setup: Setup, *, config_digest: str = "", seed: int = 0
     ) -> None:
-        """Make `folder/name.journal`.
+        """Make `folder/name.journal`, readable by this user only: prompts stand in it.
 
         Raises:
             FileExistsError: There is one already; each life of an object has its own name.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{name}{SUFFIX}").open("xb", buffering=MIB)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = open(folder / f"{name}{SUFFIX}", "xb", buffering=MIB, opener=_open_private)  # noqa: SIM115
         kind = next(kind for kind, cls in _SETUPS.items() if isinstance(setup, cls))
         self._put(Header(JOURNAL_FORMAT, kind, name, config_digest, __version__, seed, setup))
         self.flush()
