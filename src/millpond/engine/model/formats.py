@@ -1,0 +1,189 @@
+"""Small number formats, bit for bit: FP8 E4M3 and FP4 E2M1 rows with a scale per group of channels.
+
+A row is written as its data bytes followed by its scale bytes. Two E2M1 codes share a byte, the even channel
+in the low nibble. Power-of-two scales (E8M0) are rounded up, so nothing but E4M3 scales saturates.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+_FP8_MAX = 448.0
+_FP4_MAX = 6.0
+_FP8_FLOOR = 1e-4
+_FP4_INDEX_FLOOR = 6 * 2.0**-126
+_FP4_MAIN_FLOOR = 6 * 2.0**-9
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# A magnitude gets as code the number of borders below it; ties go to even codes, so up at every second one.
+_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_BORDERS[1::2] = torch.nextafter(_BORDERS[1::2], torch.zeros(3))
+_CODES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=-1)
+"""[256, 2]: the two values of each byte."""
+
+
+class RowFormat(Protocol):
+    """How rows of `width` channels are kept as bytes."""
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one row."""
+        ...
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., width] -> bytes [..., row_bytes]."""
+        ...
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """Bytes [..., row_bytes] -> float32 rows [..., width]."""
+        ...
+
+
+def power_of_two_scales(amax: torch.Tensor, limit: float) -> torch.Tensor:
+    """Exponent bytes (E8M0) of the smallest powers of two that are >= amax / limit; amax float32, > 0."""
+    bits = (amax * torch.tensor(1.0 / limit, dtype=torch.float32, device=amax.device)).view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
+
+
+def e8m0_values(exponents: torch.Tensor) -> torch.Tensor:
+    """Float32 values of E8M0 bytes."""
+    bits = exponents.to(torch.int32) << 23
+    return bits.clamp_min(1 << 22).view(torch.float32)  # exponent 0 is the subnormal 2^-127
+
+
+def _groups(rows: torch.Tensor, size: int, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows as float32 [..., groups, size] and each group's largest magnitude, at least `floor`."""
+    grouped = rows.float().unflatten(-1, (-1, size))
+    return grouped, grouped.abs().amax(-1).clamp_min(floor)
+
+
+def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows [..., width] in groups of 32: (E4M3 bytes [..., width], E8M0 bytes [..., width / 32])."""
+    grouped, amax = _groups(rows, 32, _FP8_FLOOR)
+    scales = power_of_two_scales(amax, _FP8_MAX)
+    scaled = (grouped / e8m0_values(scales)[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2), scales
+
+
+def dequantise_fp8(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 rows of `quantise_fp8`'s bytes."""
+    values = data.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
+    return (values * e8m0_values(scales)[..., None]).flatten(-2)
+
+
+def round_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """Quantise and dequantise, in the dtype of `rows`; what every quantised linear does to its input."""
+    grouped, amax = _groups(rows, 32, _FP8_FLOOR)
+    scale = e8m0_values(power_of_two_scales(amax, _FP8_MAX))[..., None]
+    scaled = (grouped / scale).clamp(-_FP8_MAX, _FP8_MAX)
+    return (scaled.to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(rows.dtype)
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 codes, ties to even, two per byte; float32 [..., width] -> uint8 [..., width / 2]."""
+    codes = torch.bucketize(values.abs(), _BORDERS.to(values.device), out_int32=True)
+    codes += torch.signbit(values).to(torch.int32) << 3
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+
+
+def decode_e2m1(data: torch.Tensor) -> torch.Tensor:
+    """Float32 values of packed E2M1 codes: [..., n] -> [..., 2 n]."""
+    return _PAIRS.to(data.device)[data.to(torch.int32)].flatten(-2)
+
+
+def quantise_fp4_index(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise in groups of 32 with E8M0 scales: (packed codes, scale bytes)."""
+    grouped, amax = _groups(rows, 32, _FP4_INDEX_FLOOR)
+    scales = power_of_two_scales(amax, _FP4_MAX)
+    return encode_e2m1(grouped / e8m0_values(scales)[..., None]).flatten(-2), scales
+
+
+def quantise_fp4_main(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise in groups of 16 with E4M3 scales: (packed codes, scale bytes)."""
+    grouped, amax = _groups(rows, 16, _FP4_MAIN_FLOOR)
+    scales = (amax / _FP4_MAX).clamp_max(_FP8_MAX).to(torch.float8_e4m3fn)
+    return encode_e2m1(grouped / scales.float()[..., None]).flatten(-2), scales.view(torch.uint8)
+
+
+def dequantise_fp4(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 rows of packed codes and float32 scales [..., groups]."""
+    values = decode_e2m1(data)
+    return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+
+
+class Fp8Rows:
+    """Window rows: E4M3, an E8M0 scale per 32 channels."""
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        return width + width // 32
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `RowFormat.encode`."""
+        return torch.cat(quantise_fp8(rows), dim=-1)
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """See `RowFormat.decode`."""
+        return dequantise_fp8(data[..., :width].contiguous(), data[..., width:])
+
+
+class Fp4IndexRows:
+    """Index queries and keys: E2M1, an E8M0 scale per 32 channels."""
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        return width // 2 + width // 32
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `RowFormat.encode`."""
+        return torch.cat(quantise_fp4_index(rows), dim=-1)
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """See `RowFormat.decode`."""
+        return dequantise_fp4(data[..., : width // 2], e8m0_values(data[..., width // 2 :]))
+
+
+class Fp4MainRows:
+    """Compressed KV: E2M1, an E4M3 scale per 16 channels."""
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        return width // 2 + width // 16
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `RowFormat.encode`."""
+        return torch.cat(quantise_fp4_main(rows), dim=-1)
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """See `RowFormat.decode`."""
+        scales = data[..., width // 2 :].contiguous().view(torch.float8_e4m3fn).float()
+        return dequantise_fp4(data[..., : width // 2], scales)
+
+
+class Fp32Rows:
+    """Plain floats."""
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        return 4 * width
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `RowFormat.encode`."""
+        return rows.float().contiguous().view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """See `RowFormat.decode`."""
+        return data.contiguous().view(torch.float32)
+
+
+def dequantise_tiles(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 weight of E4M3 bytes [out, in] and E8M0 bytes per 32 x 32 tile."""
+    rows, columns = data.shape
+    values = e8m0_values(scales).repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+    return data.view(torch.float8_e4m3fn).float() * values
+
+
+def dequantise_fp4_weight(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 weight [out, in] of packed codes [out, in / 2] and E8M0 bytes [out, in / 32]."""
+    return dequantise_fp4(data.view(torch.uint8), e8m0_values(scales))

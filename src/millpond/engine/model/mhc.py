@@ -1,0 +1,68 @@
+"""Shifted hyper-connections: several copies of the stream, mixed by small learned matrices per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from millpond.engine.model.numerics import Numerics
+
+
+@dataclass(frozen=True, slots=True)
+class MixWeights:
+    """Float32 parameters of one sub-layer's mixes; m = copies * (copies + 2)."""
+
+    fn: torch.Tensor
+    """[m, copies * hidden]"""
+    base: torch.Tensor
+    """[m]"""
+    scale: torch.Tensor
+    """[3]: of pre, post and comb."""
+
+
+class Mix(NamedTuple):
+    """Coefficients of one sub-layer, float32."""
+
+    pre: torch.Tensor
+    """[rows, copies]: collapse for the *next* sub-layer."""
+    post: torch.Tensor
+    """[rows, copies]: share of the sub-layer's output."""
+    comb: torch.Tensor
+    """[rows, copies (old), copies (new)]."""
+
+
+def compute_mix(
+    stream: torch.Tensor, w: MixWeights, numerics: Numerics, *, norm_eps: float, iters: int, eps: float
+) -> Mix:
+    """Coefficients from the stream [rows, copies, hidden] before a sub-layer."""
+    flat = stream.flatten(1).float()
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    return split_mix(numerics.product(flat, w.fn) * scale, w, stream.shape[1], iters=iters, eps=eps)
+
+
+def split_mix(raw: torch.Tensor, w: MixWeights, copies: int, *, iters: int, eps: float) -> Mix:
+    """Turn raw numbers [rows, m] into coefficients; `comb` is made doubly stochastic by `iters` rounds."""
+    pre, post, comb = raw.split([copies, copies, copies * copies], dim=-1)
+    base_pre, base_post, base_comb = w.base.split([copies, copies, copies * copies])
+    pre = torch.sigmoid(pre * w.scale[0] + base_pre) + eps
+    post = 2 * torch.sigmoid(post * w.scale[1] + base_post)
+    comb = (comb * w.scale[2] + base_comb).unflatten(-1, (copies, copies))
+    comb = comb.softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return Mix(pre, post, comb)
+
+
+def collapse(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """Weighted sum of the copies: [rows, hidden], in the stream's dtype."""
+    return (pre[..., None] * stream.float()).sum(1).to(stream.dtype)
+
+
+def expand(stream: torch.Tensor, out: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """Mix the old copies and add each one's share of the sub-layer's output [rows, hidden]."""
+    kept = (mix.comb[..., None] * stream.float()[:, :, None]).sum(1)
+    return (mix.post[..., None] * out.float()[:, None] + kept).to(stream.dtype)

@@ -1,0 +1,91 @@
+"""How a model computes: dtype of the stream, quantisers, and whether a row's bits may depend on its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from millpond.core.shapes import KvFormat
+from millpond.engine.model.formats import (
+    Fp4IndexRows,
+    Fp4MainRows,
+    Fp8Rows,
+    Fp32Rows,
+    RowFormat,
+    round_fp8,
+)
+
+TILE_ROWS = 64
+"""Rows of every product in exact mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """One way to compute.
+
+    Guarantees:
+        With `is_exact`, every product has a fixed number of rows, so a row's bits depend on that row only.
+    """
+
+    dtype: torch.dtype
+    """Of the stream and of what linears return. Products are summed in float32."""
+    is_quantised: bool
+    """FP8 inputs of quantised linears and packed KV, as released; without, plain floats for checking."""
+    is_exact: bool = False
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """How cached rows are written."""
+        return KvFormat.PACKED if self.is_quantised else KvFormat.FP32
+
+    @property
+    def window_rows(self) -> RowFormat:
+        """Format of window rows."""
+        return Fp8Rows() if self.is_quantised else Fp32Rows()
+
+    @property
+    def main_rows(self) -> RowFormat:
+        """Format of compressed KV."""
+        return Fp4MainRows() if self.is_quantised else Fp32Rows()
+
+    @property
+    def index_rows(self) -> RowFormat:
+        """Format of index queries and keys."""
+        return Fp4IndexRows() if self.is_quantised else Fp32Rows()
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply float32 rows [n, in] by a weight [out, in]; float32 [n, out]."""
+        if not self.is_exact:
+            return functional.linear(rows, weight)
+        count = len(rows)
+        padded = functional.pad(rows, (0, 0, 0, -count % TILE_ROWS))
+        tiles = [functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
+        return torch.cat(tiles)[:count] if tiles else rows.new_empty(0, len(weight))
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Plain linear: rows in any dtype, result in the stream's."""
+        return self.product(rows.float(), weight).to(self.dtype)
+
+    def quantised_input(self, rows: torch.Tensor) -> torch.Tensor:
+        """Round rows as a quantised linear does; float32, so that several linears can share it."""
+        return (round_fp8(rows) if self.is_quantised else rows).float()
+
+    def quantised_linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Linear with an FP8 or FP4 weight: its input is rounded to FP8 per 32 channels."""
+        return self.product(self.quantised_input(rows), weight).to(self.dtype)
+
+
+BF16 = Numerics(torch.bfloat16, is_quantised=True)
+"""The released numerics."""
+FP32 = Numerics(torch.float32, is_quantised=False)
+"""No rounding anywhere: the strict check of the mathematics."""
+FP32_QUANTISED = Numerics(torch.float32, is_quantised=True)
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis, computed in float32, in the dtype of `rows`."""
+    values = rows.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (values * scale * weight).to(rows.dtype)

@@ -1,0 +1,1 @@
+"""Plain twins of the operations in `engine.model`: one token and head at a time, as specified."""
