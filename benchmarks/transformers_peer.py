@@ -7,7 +7,7 @@ from transformers import LlamaConfig as PeerConfig
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.weights import LlamaWeights
 
 

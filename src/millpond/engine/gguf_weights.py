@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 
 from millpond.core.errors import ModelFormatError
 from millpond.engine.gguf_file import GgufFile, GgufTensor
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",

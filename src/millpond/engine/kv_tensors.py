@@ -13,7 +13,7 @@ from millpond.core.errors import ConfigError, InvariantBroken
 from millpond.core.ids import BlockId
 from millpond.core.kv_layout import KvLayout, uniform_layout
 from millpond.core.units import BLOCK_TOKENS
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -8,7 +8,8 @@ from millpond.config.engine_params import EngineParams
 from millpond.core.errors import ConfigError
 from millpond.engine.kv_tensors import DTYPES, KvTensors
 from millpond.engine.layers import DecoderLayers
-from millpond.engine.model_files import LlamaConfig, load_llama_config, locate_model
+from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.model_files import load_llama_config, locate_model
 from millpond.engine.native import NativeLayers
 from millpond.engine.rope import RopeTable, rope_frequencies
 from millpond.engine.runner import LlamaEngine

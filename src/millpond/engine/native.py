@@ -22,7 +22,7 @@ import torch
 
 from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import StepRows
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.rope import RopeTable
 from millpond.engine.torch_layers import linear_bf16
 from millpond.engine.weights import LayerWeights, LlamaWeights

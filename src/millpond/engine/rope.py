@@ -7,7 +7,7 @@ import math
 import torch
 
 from millpond.core.units import align_up
-from millpond.engine.model_files import RopeConfig
+from millpond.engine.llama_config import RopeConfig
 
 _PAGE_POSITIONS = 1024
 """Positions computed at a time: a fixed size, so that no position's bits depend on what else is asked."""

@@ -17,7 +17,7 @@ from millpond.core.request import SamplingParams
 from millpond.core.units import BLOCK_TOKENS
 from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import DecoderLayers, RowSpan, StepRows
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.sampler import Sampler
 from millpond.engine.weights import LlamaWeights
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from millpond.core.units import BLOCK_TOKENS, align_up, ceil_div
 from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import RowSpan, StepRows
-from millpond.engine.model_files import LlamaConfig
+from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.rope import RopeTable
 from millpond.engine.weights import LayerWeights, LlamaWeights
 

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from millpond.core.errors import ModelFormatError
-from millpond.engine.model_files import LlamaConfig, ModelFiles, read_gguf
+from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.model_files import ModelFiles, read_gguf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
