@@ -275,6 +275,7 @@ def test_a_restarted_group_loses_what_its_older_self_held():
     plan = desk.after(make_group_up("d0", "decode", incarnation=2))
     assert resubmitted(plan) == [("g0", "r", 0)]
     assert desk.after(GroupDown(GroupId("d0"), 1, "late word")) == NOTHING
+    assert desk.after(make_group_up("d0", "decode", incarnation=1)) == NOTHING
     assert desk.dispatcher.group_incarnation(GroupId("d0")) == 2
 
 
@@ -348,6 +349,8 @@ def test_a_running_request_is_attached_not_started_twice(group_first):
     submit = Submit(make_spec(num_output=2))
     desk.tell(*((up, submit) if group_first else (submit, up)), report("p0", room=8))
     assert desk.plan() == NOTHING
+    assert desk.wait(desk.params.orphan_s + 1) == NOTHING
+    assert desk.dispatcher.num_requests == 1
     assert desk.after(ended("d0", reason=FinishReason.STOP, seen=40)) == NOTHING
     assert desk.dispatcher.num_requests == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.group_scheduler import GroupParams, GroupRole
 from millpond.control.invariants import require_sound
 from millpond.control.prefill_scheduler import PrefillParams
@@ -519,3 +520,19 @@ def test_a_span_ends_before_a_stop_token_may_come(min_tokens, num_steps):
     assign_all(scheduler, local(num_prompt=10, max_tokens=90, min_tokens=min_tokens, stop_token_ids=(3,)))
     scheduler.advance(0, engines.run(scheduler.next_plan(0)))
     assert scheduler.next_plan(0, max_steps=40).num_steps == num_steps
+
+
+def test_a_span_that_preempts_is_one_step_since_its_memory_may_admit_somebody():
+    params = GroupParams(decode=DecodeParams(reserve_blocks_per_seq=0.0))
+    scheduler, engines = make_scheduler(GroupRole.MIXED, num_blocks=4, params=params), Engines(1)
+    assign_all(
+        scheduler, local("old", 120, max_tokens=90), local("new", 250, max_tokens=90), local("next", 200)
+    )
+    while not (plan := scheduler.next_plan(0, max_steps=50)).ended:
+        scheduler.advance(0, engines.run(plan))
+    assert [(end.request_id, end.reason) for end in plan.ended] == [("new", None)]
+    assert plan.num_steps == 1
+    scheduler.advance(0, engines.run(plan))
+    assert scheduler.views()[0].num_queued == 1
+    scheduler.next_plan(0, max_steps=50)
+    assert scheduler.views()[0].num_queued == 0
