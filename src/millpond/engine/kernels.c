@@ -27,7 +27,7 @@
 #define MAX_TILE_N 8
 #define UNROLL _Pragma("GCC unroll 8")
 /* One load feeds several multiply-adds; folded into each of them it would be loaded as often. */
-#ifdef __x86_64__
+#ifdef __AVX2__
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v) (void)0
