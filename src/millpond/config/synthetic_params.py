@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SYNTHETIC = "synthetic"
+"""Model name that selects the synthetic engine (interfaces A.8)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SyntheticParams:

@@ -292,6 +292,8 @@ class Dispatcher:
         for request in list(self._requests.values()):
             waited_ns = now_ns - request.since_ns
             if request.phase in (_Phase.LOST, _Phase.ORPHAN) and waited_ns > orphan_ns:
+                # Should its gateway still wait, because our word was lost, it must not wait for ever.
+                self._tell_ended(request, FinishReason.FAILED, "it was lost and not submitted again")
                 self._drop(request.request_id)
             elif request.phase is _Phase.QUEUED and waited_ns > queue_ns:
                 self._tell_ended(request, FinishReason.FAILED, "no group took it before queue_timeout_s")

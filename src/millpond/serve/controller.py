@@ -49,6 +49,8 @@ class Controller:
         self._incarnation = incarnation
         self._telemetry: dict[GroupId, Telemetry] = {}
         self._num_unsent = 0
+        self._undelivered: dict[str, list[object]] = {}
+        """Messages by gateway that could not be sent."""
         self._last_state: ServiceState | None = None
         self._last_tick_ns = 0
         self._last_check_ns = 0
@@ -74,13 +76,18 @@ class Controller:
     def _on_message(self, peer: str, message: object) -> None:
         now_ns = time.monotonic_ns()
         match message:
-            case Fetch() | Submit() | Cancel() | GroupUp() | GroupDown() | GatewayDown():
+            case GatewayDown():
+                self._undelivered.pop(message.gateway, None)
+                self._dispatcher.advance(now_ns, message)
+            case Fetch() | Submit() | Cancel() | GroupUp() | GroupDown():
                 if isinstance(message, GroupUp | GroupDown):
                     log.info("controller.group", kind=type(message).__name__, group=message.group)
                 self._dispatcher.advance(now_ns, message)
             case GatewayUp():
                 self._dispatcher.advance(now_ns, message)
                 self._send(message.gateway, self._state())
+                for kept in self._undelivered.pop(message.gateway, ()):
+                    self._send_gateway(message.gateway, kept)
             case Telemetry():
                 self._telemetry[message.group] = message
             case StatusQuery():
@@ -91,27 +98,40 @@ class Controller:
     def _carry_out(self, plan: DispatchPlan) -> None:
         for assign in plan.assigns:
             for group in dict.fromkeys((assign.decode.group, assign.prefill.group)):
-                self._send(group, assign)
+                self._send_group(group, assign)
         for abort in plan.aborts:
-            self._send(abort.group, abort)
+            self._send_group(abort.group, abort)
         for gateway, resubmit in plan.resubmits:
             log.warning("controller.resubmit", request_id=resubmit.request_id, why=resubmit.why)
-            self._send(gateway, resubmit)
+            self._send_gateway(gateway, resubmit)
         for gateway, ended in plan.ended:
-            self._send(gateway, ended)
+            self._send_gateway(gateway, ended)
         for restart in plan.restarts:
             log.warning("controller.group_silent", group=restart.group, why=restart.why)
             self._send("supervisor", restart)
         for introduce in plan.introduce:
             self._send(introduce.group, introduce)
 
-    def _send(self, peer: str, message: object) -> None:
-        """Send or count. An unreachable group is lost by lease or by its supervisor's word; its requests
-        are then re-submitted.
+    def _send_group(self, group: GroupId, message: object) -> None:
+        """Send, or take the group for gone: its picture of its work would differ from ours from now on.
+
+        If it lives, it introduces itself again, and what it holds is sorted out then.
         """
-        if not self._router.send(peer, message):
+        incarnation = self._dispatcher.group_incarnation(group)
+        if not self._send(group, message) and incarnation is not None:
+            self._on_message(group, GroupDown(group, incarnation, "not reachable"))
+
+    def _send_gateway(self, gateway: str, message: object) -> None:
+        """Send, or keep it until the gateway announces itself again."""
+        if not self._send(gateway, message):
+            self._undelivered.setdefault(gateway, []).append(message)
+
+    def _send(self, peer: str, message: object) -> bool:
+        is_sent = self._router.send(peer, message)
+        if not is_sent:
             self._num_unsent += 1
             log.warning("controller.peer_unreachable", peer=peer, kind=type(message).__name__)
+        return is_sent
 
     def _announce(self) -> None:
         state = self._state()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from millpond.config.sections import Config
+from millpond.config.synthetic_params import SYNTHETIC
 from millpond.engine.chat_template import ChatTemplate
 from millpond.engine.model_files import locate_model
 from millpond.engine.tokenizer import Tokenizer
 from millpond.engine.tokenizer_files import load_tokenizer
 from millpond.engine.word_tokenizer import make_word_tokenizer
 from millpond.serve.gateway.served_model import ServedModel
-
-SYNTHETIC = "synthetic"
-"""Model name of the engine without weights (interfaces A.8)."""
 
 
 def load_served_model(config: Config) -> ServedModel:

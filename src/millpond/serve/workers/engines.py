@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from millpond.config.sections import Config
+from millpond.config.synthetic_params import SYNTHETIC
 from millpond.config.topology import GroupSpec
 from millpond.core.ports import Engine
-
-SYNTHETIC = "synthetic"
-"""Model name of the engine without weights (interfaces A.8)."""
 
 
 def make_engine(config: Config, group: GroupSpec) -> Engine:
