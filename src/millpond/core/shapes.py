@@ -109,7 +109,7 @@ class ModelShape:
 
     @property
     def num_encoder_layers(self) -> int:
-        """Layers before the last KV source: every prompt row passes them; later ones need the last rows only."""
+        """Layers before the last KV source: every prompt row passes them; later ones need only the last."""
         return self.kv_sources[-1].layer
 
     @property

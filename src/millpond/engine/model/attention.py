@@ -1,4 +1,4 @@
-"""Attention over gathered rows: keys and values are one latent, and a learned sink takes part of the weight."""
+"""Attention over gathered rows: keys and values are one latent, a learned sink takes part of the weight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend(
 
     Args:
         query: [queries, heads, dim].
-        parts: What each query sees.
+        parts: What each query sees; at least one has rows.
         sink: [heads], float32: a logit that enters the denominator only.
         dtype: Of the result.
 
@@ -40,6 +40,7 @@ def attend(
         A query's bits depend on its own numbers and the widths of the parts only.
     """
     count, heads, dim = query.shape
+    parts = [part for part in parts if len(part.rows)]
     width = sum(part.index.shape[1] for part in parts)
     tile = max(1, _TILE_ITEMS // (width * dim))
     out = torch.empty(count, heads, dim, dtype=dtype, device=query.device)

@@ -253,7 +253,7 @@ def _check_candidates(text: Fields, shape: ModelShape) -> None:
     if (shape.candidate_blocks - 1) * shape.candidate_block_size < shape.index_topk - 1:
         text.refuse(
             "candidate_topk_blocks",
-            f"{shape.candidate_blocks} of {shape.candidate_block_size} cannot fill index_topk {shape.index_topk}",
+            f"{shape.candidate_blocks} of {shape.candidate_block_size} cannot fill {shape.index_topk}",
         )
     for layer in shape.layers:
         if layer.owns_index and not layer.owns_kv and layer.kv_source != shape.candidate_source:

@@ -64,6 +64,15 @@ class Numerics:
         tiles = [functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
         return torch.cat(tiles)[:count] if tiles else rows.new_empty(0, len(weight))
 
+    def grouped_product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply float32 rows [n, groups, in] by weights [groups, out, in]: [n, groups, out]."""
+        if not self.is_exact:
+            return torch.bmm(rows.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        count = len(rows)
+        padded = functional.pad(rows, (0, 0, 0, 0, 0, -count % TILE_ROWS)).transpose(0, 1)
+        tiles = [torch.bmm(tile, weight.transpose(1, 2)) for tile in padded.split(TILE_ROWS, dim=1)]
+        return torch.cat(tiles, dim=1).transpose(0, 1)[:count]
+
     def linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Plain linear: rows in any dtype, result in the stream's."""
         return self.product(rows.float(), weight).to(self.dtype)
