@@ -20,7 +20,7 @@ MIXED = '[[group]]\nname = "m0"\nrole = "mixed"\n'
 
 def body_of(index: int, max_tokens: int = 60, model: str = "synthetic") -> dict[str, object]:
     """One completion request; prompts differ in length and content."""
-    prompt = f"stream {index}: " + "the mill turns while water is in the pond. " * (1 + index)
+    prompt = f"stream {index}: " + "the mill turns while water is in the pond. " * (1 + index % 7)
     return {
         "model": model,
         "prompt": prompt,

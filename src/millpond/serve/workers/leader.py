@@ -213,6 +213,7 @@ class Leader:
             max_num_seqs=self._identity.max_num_seqs,
             ranks=self._ranks,
             running=self._scheduler.held_requests(),
+            seen_assigns=self._scheduler.num_assigns_seen,
         )
         if self._controller.send(up):
             self._last_fetch = None
