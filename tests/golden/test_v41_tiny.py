@@ -54,8 +54,15 @@ def spread(unclear, window):
 @pytest.mark.parametrize(("folder", "name"), CASES)
 def test_end_to_end(folder, name):
     case = Case(folder, name)
+    check_decode(case, check_prefill(case))
+
+
+def check_prefill(case, images=None):
+    """Run the prompt and compare everything; returns the drafts made right after it, if wanted."""
     g, n, shape = case.golden, case.num_prompt, case.model.config.shape
-    out, ctx, seen = case.run(0, n)
+    out, ctx, seen = case.run(0, n, images)
+    if images is not None:
+        check_close(seen.values["embed"][0], g["prefill.embed"], STRICT, "embeddings")
     unclear = ambiguous_rows(case, seen)
     rows = g["prefill.rows"].long()
     _check_streams(case, seen, unclear, rows)
@@ -66,15 +73,11 @@ def test_end_to_end(folder, name):
     check_close(out.hidden[rows][clear], g["prefill.final_hidden"][clear], STRICT, "final hidden")
     check_close(logits[rows][clear], g["prefill.logits"][clear], STRICT, "logits")
     check_close(out.main_hidden[rows][clear], g["prefill.main_hidden"][clear], STRICT, "main hidden")
-    check_close(
-        seen.values["pre_mix_out"][0][rows][clear], g["prefill.pre_mix_out"][clear], STRICT, "pre mix"
-    )
+    pre = seen.values["pre_mix_out"][0][rows]
+    check_close(pre[clear], g["prefill.pre_mix_out"][clear], STRICT, "pre mix")
     if not unclear[-1][-shape.window :].any():
         check_close(logits[-1], g["prefill.logits_last"], STRICT, "last logits")
-    drafts = {}
-    if n - 1 in g["draft.position"].tolist():
-        drafts[n - 1] = _draft(case, ctx, seen, n - 1)
-    _decode(case, drafts)
+    return {n - 1: _draft(case, ctx, seen, n - 1)} if n - 1 in g["draft.position"].tolist() else {}
 
 
 def _check_streams(case, seen, unclear, rows):
@@ -163,7 +166,8 @@ def _check_rows_alike(case, name, length):
         case.has_flipped_draft_rows = bool(((ours - golden).abs() > STRICT).any())
 
 
-def _decode(case, drafts):
+def check_decode(case, drafts):
+    """Run the teacher-forced steps and compare logits, lists, streams, drafts and the caches at the end."""
     g, n, shape = case.golden, case.num_prompt, case.model.config.shape
     logits, routed, main_hidden, streams = [], [], [], {}
     for step in range(NUM_DECODED):

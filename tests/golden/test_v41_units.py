@@ -24,12 +24,14 @@ from millpond.engine.model.formats import (
     quantise_fp8,
     round_fp8,
 )
+from millpond.engine.model.image_plan import ImagePlan, plan_image
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand, split_mix
 from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route, run_expert
 from millpond.engine.model.numerics import BF16, rms_norm
 from millpond.engine.model.rope import Rotation, rope_frequencies
 from millpond.engine.model.selection import choose_candidates
 from millpond.engine.model.step import Rows, Span
+from millpond.engine.model.vision import GridRotation
 from tests.golden.goldens import check_close, check_equal, check_ulps, golden_folder, load_golden
 
 E4M3 = torch.float8_e4m3fn
@@ -255,3 +257,43 @@ def test_compressed_vocabulary():
         golden = torch.tensor(golden) if golden else load_golden(folder, "engram_layout")["token_map"]
         check_equal(torch.from_numpy(ours), golden, f"token map of {folder}")
         assert ours.max() + 1 == vocab["compressed_vocab_size"]
+
+
+def test_resize_plans():
+    golden = unit_json("resize_plans.json")
+    config = replace(
+        vision_config(), patch_size=golden["patch_size"], downsample=golden["downsample_ratio"],
+        max_image_tokens=golden["max_image_tokens"], min_pixels=golden["min_pixels"],
+    )  # fmt: skip
+    for wanted in golden["plans"]:
+        plan = plan_image(wanted["width"], wanted["height"], config)
+        ours = (plan.pixel_height, plan.pixel_width, plan.patch_rows, plan.patch_columns)
+        ours = (*ours, plan.grid_rows, plan.grid_columns, plan.num_tokens)
+        names = (
+            "pixel_height",
+            "pixel_width",
+            "patch_rows",
+            "patch_cols",
+            "grid_rows",
+            "grid_cols",
+            "tokens",
+        )
+        assert ours == tuple(wanted[name] for name in names), (wanted["width"], wanted["height"])
+
+
+def vision_config():
+    folder = golden_folder("tiny_a")
+    assert folder is not None
+    config = load_config(folder / "config.json").vision
+    assert config is not None
+    return config
+
+
+def test_grid_positions_and_token_types():
+    g = units("vision_rope")
+    rotation = GridRotation(5, 7, 64, 1e4)
+    check_close(rotation.cos, g["cos"], 1e-6, "cos")
+    check_close(rotation.sin, g["sin"], 1e-6, "sin")
+    check_ulps(rotation.apply(g["x"]), g["rotated"], 1, "rotated")
+    types = ImagePlan(0, 0, 0, 0, 3, 4).token_types()
+    check_equal(torch.tensor(types), g["types_3x4"], "token types")
