@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from transformers import GenerationConfig, LlamaForCausalLM
 from transformers import LlamaConfig as PeerConfig
-from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from millpond.engine.llama_config import LlamaConfig
@@ -55,3 +58,26 @@ def as_transformers(config: LlamaConfig, weights: LlamaWeights) -> LlamaForCausa
     model.load_state_dict(tensors, assign=True)
     model.model.rotary_emb = LlamaRotaryEmbedding(peer_config)  # its buffers are computed, not loaded
     return model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyText:
+    """What transformers continues a prompt with."""
+
+    token_ids: list[int]
+    margins: list[float]
+    """How far each token's logit lies above the next best."""
+
+
+def greedy_texts(model: LlamaForCausalLM, prompts: list[list[int]], num_tokens: int) -> list[GreedyText]:
+    """Continue prompts of one length, together, by transformers' own `generate`; never stops early."""
+    setting = GenerationConfig(
+        max_new_tokens=num_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    model.generation_config.eos_token_id = None  # it would fill in for the setting's own None
+    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue] - of its own `self`
+    out = generate(torch.tensor(prompts), generation_config=setting)
+    best = torch.stack(out.logits, dim=1).topk(2).values  # [prompts, tokens, 2]
+    margins = (best[..., 0] - best[..., 1]).tolist()
+    tokens = out.sequences[:, len(prompts[0]) :].tolist()
+    return [GreedyText(text, margin) for text, margin in zip(tokens, margins, strict=True)]
