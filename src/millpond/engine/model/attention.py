@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from millpond.engine.model.numerics import curve
+
 _TILE_ITEMS = 1 << 22
 """Gathered numbers per tile: keeps a tile's KV in the cache of one core."""
 _LEAST = -1e30
@@ -62,6 +64,6 @@ def _attend_tile(
         scores.append(score.masked_fill_((index < 0)[:, None], -torch.inf))
     top = torch.stack([score.amax(-1) for score in scores]).amax(0).clamp_min(_LEAST)[..., None]
     weights = [(score - top).exp_() for score in scores]
-    total = torch.stack([weight.sum(-1) for weight in weights]).sum(0) + (sink - top[..., 0]).exp()
+    total = torch.stack([weight.sum(-1) for weight in weights]).sum(0) + curve(torch.exp, sink - top[..., 0])
     mixed = torch.stack([torch.bmm(weight, rows) for weight, rows in zip(weights, gathered, strict=True)])
     return mixed.sum(0) / total[..., None]

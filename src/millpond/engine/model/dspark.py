@@ -41,6 +41,8 @@ class DraftHead:
 
     def remember(self, ctx: StepContext, main_hidden: torch.Tensor) -> None:
         """Store what the stages will attend to; main_hidden [decoder rows, targets * hidden] of the step."""
+        if not len(main_hidden):
+            return
         numerics, eps = ctx.numerics, ctx.config.norm_eps
         rows = ctx.step.decoder
         rotation = ctx.rotation(rows, is_compressed=False)
@@ -93,6 +95,7 @@ class DraftHead:
         seen = positions[:, None] + torch.arange(-shape.window + 1, 1, device=positions.device)
         ring = ctx.caches.drafts[stage]
         rows = ring.read(slots[:, None].expand_as(seen), seen % shape.ring_rows)
+        rows = rows.masked_fill_((seen < 0)[..., None], 0)  # never written: may hold anything
         index = torch.arange(seen.numel(), device=seen.device).view_as(seen).masked_fill(seen < 0, -1)
         return KvPart(rows.flatten(0, 1), index.repeat_interleave(count, dim=0))
 

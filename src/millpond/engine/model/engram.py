@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from millpond.engine.model.formats import dequantise_fp8
-from millpond.engine.model.numerics import Numerics
+from millpond.engine.model.numerics import Numerics, curve
 
 _DOT_FLOOR = 1e-6
 
@@ -61,7 +61,7 @@ def add_engram(
     dot = (old * (w.query_norm * w.key_norm) * keys).sum(-1)
     dot = dot * torch.rsqrt(old.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
     dot = dot * hidden**-0.5
-    gate = torch.sigmoid(dot.sign() * dot.abs().clamp_min(_DOT_FLOOR).sqrt())
+    gate = curve(torch.sigmoid, dot.sign() * dot.abs().clamp_min(_DOT_FLOOR).sqrt())
     if is_text is not None:
         gate = gate * is_text[:, None]
     return (old + gate[..., None] * value[:, None]).to(stream.dtype), gate

@@ -201,7 +201,7 @@ def run_layer(
         is_image: [rows of this layer's queries]; None if all are text.
 
     Returns:
-        The new stream and `pre`; at the last KV source with the kept rows only.
+        The new stream and `pre`; at the last KV source with the kept rows only, which may be none.
     """
     ctx.observe("x_in", stream)
     ctx.observe("pre_in", pre)
@@ -211,6 +211,8 @@ def run_layer(
         publish_entries(ctx, layer, w.compressor, x)
     if len(stream) != rows.num_rows:
         x, stream = x[ctx.step.kept], stream[ctx.step.kept]
+        if not len(stream):
+            return stream, pre[ctx.step.kept]
     mix = mix_of(ctx, stream, w.attention_mix)
     ctx.observe("attn_pre", mix.pre)
     ctx.observe("attn_post", mix.post)

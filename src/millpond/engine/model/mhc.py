@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from millpond.engine.model.numerics import Numerics
+from millpond.engine.model.numerics import Numerics, curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def split_mix(raw: torch.Tensor, w: MixWeights, copies: int, *, iters: int, eps:
     """Turn raw numbers [rows, m] into coefficients; `comb` is made doubly stochastic by `iters` rounds."""
     pre, post, comb = raw.split([copies, copies, copies * copies], dim=-1)
     base_pre, base_post, base_comb = w.base.split([copies, copies, copies * copies])
-    pre = torch.sigmoid(pre * w.scale[0] + base_pre) + eps
-    post = 2 * torch.sigmoid(post * w.scale[1] + base_post)
+    pre = curve(torch.sigmoid, pre * w.scale[0] + base_pre) + eps
+    post = 2 * curve(torch.sigmoid, post * w.scale[1] + base_post)
     comb = (comb * w.scale[2] + base_comb).unflatten(-1, (copies, copies))
     comb = comb.softmax(-1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)

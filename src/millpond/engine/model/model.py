@@ -118,6 +118,10 @@ class V41Model:
             if layer.owns_kv and row_done is not None:
                 row_done(num_rows_done)
             num_rows_done += layer.owns_kv
+            if not len(stream):  # no row is kept beyond the last KV source
+                return Forwarded(
+                    stream[:, 0], stream.new_empty(0, len(shape.draft_targets) * shape.hidden_size)
+                )
         ctx.observe("pre_mix_out", pre)
         main_hidden = torch.cat(targets, dim=-1) if targets else stream.new_empty(len(stream), 0)
         return Forwarded(collapse(stream, pre), main_hidden)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from millpond.engine.model.numerics import Numerics
+from millpond.engine.model.numerics import Numerics, curve
 
 _SUM_FLOOR = 1e-20
 
@@ -55,7 +55,7 @@ def route(
     numerics: Numerics,
 ) -> Routing:
     """Choose `count` experts for each row of x [rows, hidden]; `is_image` [rows] picks the bias."""
-    scores = functional.softplus(numerics.product(x.float(), w.gate)).sqrt()
+    scores = curve(functional.softplus, numerics.product(x.float(), w.gate)).sqrt()
     bias = w.bias
     if is_image is not None and w.bias_image is not None:
         bias = torch.where(is_image[:, None], w.bias_image, w.bias)

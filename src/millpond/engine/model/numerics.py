@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from millpond.engine.model.formats import (
 
 TILE_ROWS = 64
 """Rows of every product in exact mode."""
+_VECTOR_ROWS = 32
+"""Numbers that the widest unrolled vector loop takes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,18 @@ BF16 = Numerics(torch.bfloat16, is_quantised=True)
 FP32 = Numerics(torch.float32, is_quantised=False)
 """No rounding anywhere: the strict check of the mathematics."""
 FP32_QUANTISED = Numerics(torch.float32, is_quantised=True)
+
+
+def curve(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Apply a transcendental function to each number of rows [n, ...].
+
+    Guarantees:
+        A number's result does not depend on its place: whole vectors only, because the remainder of an array
+        goes through other code with other last bits.
+    """
+    count = len(rows)
+    padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, -count % _VECTOR_ROWS))
+    return function(padded)[:count]
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from millpond.engine.model.config import RopeScaling
+from millpond.engine.model.numerics import curve
 
 
 def rope_frequencies(theta: float, rope_dim: int, scaling: RopeScaling | None) -> torch.Tensor:
@@ -37,7 +38,7 @@ class Rotation:
     def __init__(self, frequencies: torch.Tensor, positions: torch.Tensor) -> None:
         """Angles are float32 products of position and frequency."""
         angles = positions.float()[:, None] * frequencies
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cos, self.sin = curve(torch.cos, angles), curve(torch.sin, angles)
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Rotate the last channels of [rows, width] or [rows, heads, width]."""
