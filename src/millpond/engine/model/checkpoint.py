@@ -5,17 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from millpond.core.errors import ModelFormatError
 from millpond.core.units import ceil_div
-from millpond.engine.model.formats import dequantise_tiles
+from millpond.engine.model.formats import dequantise_fp4_weight, dequantise_tiles
 
 _PREFIX = "model."
 _PLAIN = (torch.bfloat16, torch.float32)
+
+
+class TensorSource(Protocol):
+    """Where weights come from, by published name without `.weight` for quantised ones."""
+
+    def plain(self, name: str, *size: int) -> torch.Tensor:
+        """Return a bf16 or float32 tensor as float32."""
+        ...
+
+    def fp8(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Return a dense FP8 weight (a scale per 32 x 32 tile) as float32."""
+        ...
+
+    def fp4(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Return an FP4 weight (a scale per row and 32 columns) as float32."""
+        ...
+
+    def table(self, name: str, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an Engram table as stored: E4M3 bytes [rows, width], E8M0 bytes [rows, width / 32]."""
+        ...
 
 
 class Checkpoint:
@@ -76,12 +96,24 @@ class Checkpoint:
         return tensor.to(self._device)
 
     def plain(self, name: str, *size: int) -> torch.Tensor:
-        """Return a bf16 or float32 tensor as float32."""
+        """See `TensorSource.plain`."""
         return self.raw(name, _PLAIN, *size).float()
 
     def fp8(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Return a dense quantised weight as float32; `name` without `.weight`."""
+        """See `TensorSource.fp8`."""
         data = self.raw(f"{name}.weight", torch.float8_e4m3fn, rows, columns)
         tiles = (ceil_div(rows, 32), ceil_div(columns, 32))
         scales = self.raw(f"{name}.scale", torch.float8_e8m0fnu, *tiles)
         return dequantise_tiles(data.view(torch.uint8), scales.view(torch.uint8))
+
+    def fp4(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """See `TensorSource.fp4`."""
+        data = self.raw(f"{name}.weight", torch.int8, rows, columns // 2)
+        scales = self.raw(f"{name}.scale", torch.float8_e8m0fnu, rows, columns // 32)
+        return dequantise_fp4_weight(data, scales.view(torch.uint8))
+
+    def table(self, name: str, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TensorSource.table`."""
+        data = self.raw(f"{name}.weight", torch.float8_e4m3fn, rows, width)
+        scales = self.raw(f"{name}.scale", torch.float8_e8m0fnu, rows, width // 32)
+        return data.view(torch.uint8), scales.view(torch.uint8)

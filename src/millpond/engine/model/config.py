@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from millpond.core.errors import ModelFormatError
 from millpond.core.shapes import ModelShape
+from millpond.engine.model.engram_ids import table_primes
 from millpond.engine.model.fields import Fields
 from millpond.engine.model.roles import derive_layers
 
@@ -264,6 +265,7 @@ def _check_candidates(text: Fields, shape: ModelShape) -> None:
 
 
 def _engram(text: Fields, shape: ModelShape) -> EngramConfig:
+    _check_tables(text, shape)
     size = text.get("engram_compressed_vocab_size")
     return EngramConfig(
         layers=tuple(layer.layer for layer in shape.layers if layer.has_engram),
@@ -271,6 +273,17 @@ def _engram(text: Fields, shape: ModelShape) -> EngramConfig:
         pad_token_id=text.token("engram_pad_token_id", shape.vocab_size),
         compressed_vocab_size=None if size is None else text.integer("engram_compressed_vocab_size"),
     )
+
+
+def _check_tables(text: Fields, shape: ModelShape) -> None:
+    """Each layer's tables have prime sizes that follow from the config; their sum must be the rows stored."""
+    start = text.integer("engram_vocab_size", minimum=2)
+    primes = table_primes(len(shape.engram_rows), shape.engram_max_ngram, shape.engram_heads, start)
+    wanted = [int(sizes.sum()) for sizes in primes]
+    if list(shape.engram_rows) != wanted:
+        text.refuse(
+            "engram_num_embeddings", f"is {list(shape.engram_rows)}; the table sizes add up to {wanted}"
+        )
 
 
 def _rope_scaling(fields: Fields) -> RopeScaling:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from millpond.engine.model.checkpoint import Checkpoint
+from millpond.engine.model.checkpoint import TensorSource
 from millpond.engine.model.config import V41Config, VisionConfig
 from millpond.engine.model.context import Observe, ignore
 from millpond.engine.model.image_plan import ImagePlan, TokenType
@@ -52,7 +52,7 @@ class VisionWeights:
     marks: dict[TokenType, torch.Tensor]
 
 
-def load_vision(checkpoint: Checkpoint, config: V41Config, vision: VisionConfig) -> VisionWeights:
+def load_vision(source: TensorSource, config: V41Config, vision: VisionConfig) -> VisionWeights:
     """Read the tower from a checkpoint.
 
     Raises:
@@ -62,18 +62,18 @@ def load_vision(checkpoint: Checkpoint, config: V41Config, vision: VisionConfig)
     patch = 3 * vision.patch_size**2
 
     def affine(name: str, rows: int, columns: int, *, has_bias: bool = True) -> Affine:
-        bias = checkpoint.plain(name + ".bias", rows) if has_bias else None
-        return Affine(checkpoint.plain(name + ".weight", rows, columns), bias)
+        bias = source.plain(name + ".bias", rows) if has_bias else None
+        return Affine(source.plain(name + ".weight", rows, columns), bias)
 
     blocks = []
     for number in range(vision.num_layers):
         name = f"vision.blocks.{number}."
         blocks.append(
             VisionBlock(
-                norm1=checkpoint.plain(name + "norm1.weight", size),
+                norm1=source.plain(name + "norm1.weight", size),
                 qkv=affine(name + "attn.wqkv", 3 * size, size),
                 out=affine(name + "attn.wo", size, size),
-                norm2=checkpoint.plain(name + "norm2.weight", size),
+                norm2=source.plain(name + "norm2.weight", size),
                 gate_up=affine(name + "mlp.w1", 2 * width, size, has_bias=False),
                 down=affine(name + "mlp.w2", size, width, has_bias=False),
             )
@@ -82,12 +82,12 @@ def load_vision(checkpoint: Checkpoint, config: V41Config, vision: VisionConfig)
     return VisionWeights(
         patch=affine("vision.patch_embed.proj", size, patch),
         blocks=tuple(blocks),
-        norm=checkpoint.plain("vision.norm.weight", size),
+        norm=source.plain("vision.norm.weight", size),
         aligner=(affine("aligner.w1", hidden, cell), affine("aligner.w2", hidden, hidden)),
         marks={
-            TokenType.START: checkpoint.plain("image_start", hidden),
-            TokenType.NEWLINE: checkpoint.plain("image_newline", hidden),
-            TokenType.END: checkpoint.plain("image_end", hidden),
+            TokenType.START: source.plain("image_start", hidden),
+            TokenType.NEWLINE: source.plain("image_newline", hidden),
+            TokenType.END: source.plain("image_end", hidden),
         },
     )
 
@@ -157,9 +157,17 @@ class VisionTower:
 
     def _align(self, x: torch.Tensor, plan: ImagePlan) -> torch.Tensor:
         """Join cells of neighbouring patches and project them to the stream's width."""
-        size = self._config.downsample
-        grid = x.unflatten(0, (plan.patch_rows, plan.patch_columns)).permute(2, 0, 1)
-        grid = functional.pad(grid, (0, -plan.patch_columns % size, 0, -plan.patch_rows % size))
-        cells = functional.unfold(grid[None].float(), size, stride=size)[0].T.to(self._numerics.dtype)
+        cells = join_cells(x.unflatten(0, (plan.patch_rows, plan.patch_columns)), self._config.downsample)
         first, second = self._w.aligner
         return second(functional.gelu(first(cells, self._numerics)), self._numerics)
+
+
+def join_cells(grid: torch.Tensor, size: int) -> torch.Tensor:
+    """Cells of size x size patches of a grid [rows, columns, channels], zero outside it.
+
+    Returns:
+        [cells, channels * size * size], channel by channel, row after row.
+    """
+    rows, columns, _ = grid.shape
+    padded = functional.pad(grid.permute(2, 0, 1), (0, -columns % size, 0, -rows % size))
+    return functional.unfold(padded[None].float(), size, stride=size)[0].T.to(grid.dtype)

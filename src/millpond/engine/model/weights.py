@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from millpond.core.shapes import LayerShape, ModelShape
-from millpond.engine.model.checkpoint import Checkpoint
+from millpond.engine.model.checkpoint import TensorSource
 from millpond.engine.model.compressor import CompressorWeights
 from millpond.engine.model.config import V41Config
 from millpond.engine.model.engram import EngramWeights
-from millpond.engine.model.formats import dequantise_fp4_weight
 from millpond.engine.model.indexer import IndexerWeights
 from millpond.engine.model.mhc import MixWeights
 from millpond.engine.model.moe import ExpertWeights, MoeWeights
@@ -85,9 +84,7 @@ class ModelWeights:
     draft: DraftWeights | None
 
 
-def load_model_weights(
-    checkpoint: Checkpoint, config: V41Config, advance: Callable[[], None]
-) -> ModelWeights:
+def load_model_weights(source: TensorSource, config: V41Config, advance: Callable[[], None]) -> ModelWeights:
     """Load everything but the vision tower; calls `advance` after each layer.
 
     Raises:
@@ -97,33 +94,33 @@ def load_model_weights(
     vocab, hidden = shape.vocab_size, shape.hidden_size
     layers = []
     for layer in shape.layers:
-        layers.append(_Loader(checkpoint, f"layers.{layer.layer}.", config).layer(layer))
+        layers.append(_Loader(source, f"layers.{layer.layer}.", config).layer(layer))
         advance()
     return ModelWeights(
-        embed=checkpoint.plain("embed.weight", vocab, hidden),
-        head=checkpoint.plain("head.weight", vocab, hidden),
-        norm=checkpoint.plain("norm.weight", hidden),
+        embed=source.plain("embed.weight", vocab, hidden),
+        head=source.plain("head.weight", vocab, hidden),
+        norm=source.plain("norm.weight", hidden),
         layers=tuple(layers),
-        draft=_load_draft(checkpoint, config, advance) if shape.num_draft_stages else None,
+        draft=_load_draft(source, config, advance) if shape.num_draft_stages else None,
     )
 
 
-def _load_draft(checkpoint: Checkpoint, config: V41Config, advance: Callable[[], None]) -> DraftWeights:
+def _load_draft(source: TensorSource, config: V41Config, advance: Callable[[], None]) -> DraftWeights:
     shape = config.shape
     hidden, rank = shape.hidden_size, shape.draft_markov_rank
     first, last = "mtp.0.", f"mtp.{shape.num_draft_stages - 1}."
     stages = []
     for stage in range(shape.num_draft_stages):
-        stages.append(_Loader(checkpoint, f"mtp.{stage}.", config).layer(None))
+        stages.append(_Loader(source, f"mtp.{stage}.", config).layer(None))
         advance()
     return DraftWeights(
         stages=tuple(stages),
-        main_proj=checkpoint.fp8(first + "main_proj", hidden, len(shape.draft_targets) * hidden),
-        main_norm=checkpoint.plain(first + "main_norm.weight", hidden),
-        norm=checkpoint.plain(last + "norm.weight", hidden),
-        markov_embed=checkpoint.plain(last + "markov_head.embed.weight", shape.vocab_size, rank),
-        markov_head=checkpoint.plain(last + "markov_head.head.weight", shape.vocab_size, rank),
-        confidence=checkpoint.plain(last + "confidence_head.proj.weight", 1, hidden + rank),
+        main_proj=source.fp8(first + "main_proj", hidden, len(shape.draft_targets) * hidden),
+        main_norm=source.plain(first + "main_norm.weight", hidden),
+        norm=source.plain(last + "norm.weight", hidden),
+        markov_embed=source.plain(last + "markov_head.embed.weight", shape.vocab_size, rank),
+        markov_head=source.plain(last + "markov_head.head.weight", shape.vocab_size, rank),
+        confidence=source.plain(last + "confidence_head.proj.weight", 1, hidden + rank),
     )
 
 
@@ -131,7 +128,7 @@ def _load_draft(checkpoint: Checkpoint, config: V41Config, advance: Callable[[],
 class _Loader:
     """Reads the tensors below one prefix."""
 
-    checkpoint: Checkpoint
+    source: TensorSource
     prefix: str
     config: V41Config
 
@@ -140,10 +137,10 @@ class _Loader:
         return self.config.shape
 
     def plain(self, name: str, *size: int) -> torch.Tensor:
-        return self.checkpoint.plain(self.prefix + name, *size)
+        return self.source.plain(self.prefix + name, *size)
 
     def fp8(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        return self.checkpoint.fp8(self.prefix + name, rows, columns)
+        return self.source.fp8(self.prefix + name, rows, columns)
 
     def layer(self, layer: LayerShape | None) -> LayerWeights:
         """Read a backbone layer, or a draft stage where `layer` is None."""
@@ -210,17 +207,18 @@ class _Loader:
 
     def moe(self, num_experts: int) -> MoeWeights:
         hidden, width = self.shape.hidden_size, self.shape.moe_width
-        gate_up = torch.empty(num_experts, 2 * width, hidden)
-        down = torch.empty(num_experts, hidden, width)
+        gate = self.plain("ffn.gate.weight", num_experts, hidden)
+        gate_up = gate.new_empty(num_experts, 2 * width, hidden)
+        down = gate.new_empty(num_experts, hidden, width)
         for expert in range(num_experts):
-            name = f"ffn.experts.{expert}."
-            gate_up[expert, :width] = self.fp4(name + "w1", width, hidden)
-            gate_up[expert, width:] = self.fp4(name + "w3", width, hidden)
-            down[expert] = self.fp4(name + "w2", hidden, width)
+            name = f"{self.prefix}ffn.experts.{expert}."
+            gate_up[expert, :width] = self.source.fp4(name + "w1", width, hidden)
+            gate_up[expert, width:] = self.source.fp4(name + "w3", width, hidden)
+            down[expert] = self.source.fp4(name + "w2", hidden, width)
         shared = "ffn.shared_experts."
         with_images = self.config.vision is not None
         return MoeWeights(
-            gate=self.plain("ffn.gate.weight", num_experts, hidden),
+            gate=gate,
             bias=self.plain("ffn.gate.bias", num_experts),
             bias_image=self.plain("ffn.gate.bias_vl", num_experts) if with_images else None,
             experts=ExpertWeights(gate_up, down),
@@ -230,21 +228,14 @@ class _Loader:
             ),
         )
 
-    def fp4(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        data = self.checkpoint.raw(f"{self.prefix}{name}.weight", torch.int8, rows, columns // 2)
-        scales = self.checkpoint.raw(f"{self.prefix}{name}.scale", torch.float8_e8m0fnu, rows, columns // 32)
-        return dequantise_fp4_weight(data, scales.view(torch.uint8))
-
     def engram(self, layer: int) -> EngramWeights:
         shape = self.shape
         rows = shape.engram_rows[self.config.engram.layers.index(layer)]
         width, copies, hidden = shape.engram_head_dim, shape.hc_mult, shape.hidden_size
-        name = self.prefix + "engram.embed."
-        data = self.checkpoint.raw(name + "weight", torch.float8_e4m3fn, rows, width)
-        scales = self.checkpoint.raw(name + "scale", torch.float8_e8m0fnu, rows, width // 32)
+        data, scales = self.source.table(self.prefix + "engram.embed", rows, width)
         return EngramWeights(
-            data=data.view(torch.uint8),
-            scales=scales.view(torch.uint8),
+            data=data,
+            scales=scales,
             kv=self.fp8("engram.wkv", (copies + 1) * hidden, shape.engram_columns * width),
             query_norm=self.plain("engram.q_weight", copies, hidden),
             key_norm=self.plain("engram.k_weight", copies, hidden),

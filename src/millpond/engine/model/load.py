@@ -1,0 +1,96 @@
+"""Make a V4.1 engine from a checkpoint folder and the engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from millpond.config.engine_params import EngineParams
+from millpond.core.errors import ConfigError
+from millpond.engine.model.checkpoint import Checkpoint
+from millpond.engine.model.config import V41Config, load_config
+from millpond.engine.model.engine import V41Engine, plan_memory
+from millpond.engine.model.model import V41Model
+from millpond.engine.model.numerics import BF16, FP32, Numerics
+from millpond.engine.model.token_map import load_token_map
+from millpond.engine.model.weights import load_model_weights
+from millpond.engine.model_files import ModelFiles
+
+_NUMERICS = {"auto": BF16, "bf16": BF16, "fp32": FP32}
+
+
+def choose_numerics(params: EngineParams) -> Numerics:
+    """Turn the engine's parameters into a way to compute.
+
+    Raises:
+        ConfigError: A value is not known.
+    """
+    if params.dtype not in _NUMERICS:
+        raise ConfigError(f"engine.dtype is {params.dtype!r}; use auto, bf16 or fp32", param="engine.dtype")
+    if params.numerics not in ("fast", "exact"):
+        raise ConfigError(
+            f"engine.numerics is {params.numerics!r}; use fast or exact", param="engine.numerics"
+        )
+    return replace(_NUMERICS[params.dtype], is_exact=params.numerics == "exact")
+
+
+def load_model(
+    root: Path,
+    weight_files: tuple[Path, ...],
+    numerics: Numerics,
+    device: torch.device,
+    advance: Callable[[], None],
+) -> V41Model:
+    """Load config, tokenizer and weights of a checkpoint folder.
+
+    Raises:
+        ModelFormatError: A file is not what it should be; names file and tensor or field.
+    """
+    config = load_config(root / "config.json")
+    token_map = load_token_map(root / "tokenizer.json", config)
+    with Checkpoint(weight_files, device) as checkpoint:
+        weights = load_model_weights(checkpoint, config, advance)
+    return V41Model(config, weights, numerics, token_map)
+
+
+def load_v41_engine(
+    files: ModelFiles,
+    params: EngineParams,
+    device: str = "cpu",
+    *,
+    num_kept_tokens: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> V41Engine:
+    """Load a model and allocate its caches.
+
+    Args:
+        files: A folder that `locate_model` found.
+        params: The engine's parameters.
+        device: Where to compute.
+        num_kept_tokens: See `V41Engine`.
+        advance: Called after each loaded layer (`num_load_steps` times in all).
+
+    Raises:
+        ModelFormatError: The model's files are not what they should be.
+        ConfigError: A parameter cannot be honoured.
+    """
+    numerics = choose_numerics(params)
+    model = load_model(files.root, files.weight_files, numerics, torch.device(device), advance)
+    limit = model.config.max_positions
+    if not 0 <= params.max_model_len <= limit:
+        raise ConfigError(
+            f"engine.max_model_len is {params.max_model_len}; the model allows 0 ... {limit}",
+            param="engine.max_model_len",
+        )
+    memory = plan_memory(model.config.shape, numerics.kv_format, params.kv_memory, params.max_num_seqs)
+    return V41Engine(
+        model, memory, max_model_len=params.max_model_len or limit, num_kept_tokens=num_kept_tokens
+    )
+
+
+def num_load_steps(config: V41Config) -> int:
+    """How often loading calls `advance`."""
+    return len(config.shape.layers) + config.shape.num_draft_stages
