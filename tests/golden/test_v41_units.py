@@ -26,7 +26,7 @@ from millpond.engine.model.formats import (
 )
 from millpond.engine.model.image_plan import ImagePlan, plan_image
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand, split_mix
-from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route, run_expert
+from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route, run_routed, run_shared
 from millpond.engine.model.numerics import BF16, rms_norm
 from millpond.engine.model.rope import Rotation, rope_frequencies
 from millpond.engine.model.selection import choose_candidates
@@ -202,10 +202,9 @@ def test_experts():
         check_close(routing.weights, g[f"{case}.route_w"], 1e-6, f"{case} weights")
         check_ulps(mix_experts(g["x"], w, routing, 1.0, BF16), g[f"{case}.y"], 2, f"{case} output")
     rounded = BF16.quantised_input(g["x"])
-    check_ulps(run_expert(rounded, w.shared, None, 1.0, BF16), g["shared.y"], 2, "shared expert")
-    third = ExpertWeights(w.experts.gate_up[3], w.experts.down[3])
+    check_ulps(run_shared(rounded, w.shared, 1.0, BF16), g["shared.y"], 2, "shared expert")
     weight = torch.full((40,), 0.7, dtype=torch.bfloat16).float()  # the vector was made with a bf16 0.7
-    out = run_expert(rounded, third, weight, 1.0, BF16)
+    out = run_routed(rounded, w.experts, [0, 0, 0, 40], weight, 1.0, BF16)
     check_ulps(out, g["expert3_weight0.7.y"], 2, "expert 3")
 
 

@@ -58,7 +58,7 @@ def _attend_tile(
     gathered, scores = [], []
     for part in parts:
         index = part.index[begin:end]
-        rows = part.rows[index.clamp_min(0)]
+        rows = part.rows.index_select(0, index.clamp_min(0).flatten()).unflatten(0, index.shape)
         gathered.append(rows)
         score = torch.bmm(query, rows.transpose(1, 2)) * query.shape[-1] ** -0.5
         scores.append(score.masked_fill_((index < 0)[:, None], -torch.inf))

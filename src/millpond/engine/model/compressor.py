@@ -65,7 +65,7 @@ def store_entries(
     numerics: Numerics,
 ) -> None:
     """Write main KV and index keys of new entries; `rotation` is that of each group's first token."""
-    blocks, places = entries.blocks[entries.new], entries.places[entries.new]
+    blocks, places = entries.locate(entries.new)
     main.write(blocks, places, main.row_format.encode(rotation.apply(latents)))
     keys = rms_norm(numerics.linear(latents, w.index_key), w.index_norm, eps)
     index_keys.write(blocks, places, index_keys.row_format.encode(rotation.apply(keys)))

@@ -20,8 +20,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _BORDERS[1::2] = torch.nextafter(_BORDERS[1::2], torch.zeros(3))
 _CODES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=-1)
-"""[256, 2]: the two values of each byte."""
+_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=-1).view(torch.int64).flatten()
+"""[256]: the two float32 values of each byte as one number, so that both are looked up at once."""
 
 
 class RowFormat(Protocol):
@@ -89,7 +89,8 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(data: torch.Tensor) -> torch.Tensor:
     """Float32 values of packed E2M1 codes: [..., n] -> [..., 2 n]."""
-    return _PAIRS.to(data.device)[data.to(torch.int32)].flatten(-2)
+    pairs = _PAIRS.to(data.device).index_select(0, data.flatten().to(torch.int32))
+    return pairs.view(torch.float32).view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def quantise_fp4_index(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,7 +77,7 @@ def publish_entries(ctx: StepContext, layer: LayerShape, w: CompressorWeights, x
     rotation = Rotation(ctx.frequencies.compressed, entries.new_positions)
     main, keys = caches.main[layer.layer], caches.index_keys[layer.layer]
     store_entries(latents, w, entries, rotation, main, keys, ctx.config.norm_eps, ctx.numerics)
-    ctx.keys = keys.read(entries.blocks, entries.places)
+    ctx.keys = keys.read_all(entries.blocks)
 
 
 def select_entries(
@@ -124,11 +124,11 @@ def _restrict(
 def _read_selected(ctx: StepContext, layer: LayerShape, entries: EntryIndex, chosen: torch.Tensor) -> KvPart:
     """Read the chosen entries' KV: all entries once where rows share them, else only those chosen."""
     main = ctx.caches.main[layer.kv_source]
-    if len(entries.blocks) <= chosen.numel():
-        return KvPart(main.read(entries.blocks, entries.places), chosen)
+    if len(entries.blocks) * entries.per_block <= chosen.numel():
+        return KvPart(main.read_all(entries.blocks), chosen)
     flat = chosen.clamp_min(0).flatten()
     own = torch.arange(len(flat), device=chosen.device).view_as(chosen)
-    return KvPart(main.read(entries.blocks[flat], entries.places[flat]), own.masked_fill(chosen < 0, -1))
+    return KvPart(main.read(*entries.locate(flat)), own.masked_fill(chosen < 0, -1))
 
 
 def run_attention(

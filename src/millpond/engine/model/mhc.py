@@ -59,10 +59,10 @@ def split_mix(raw: torch.Tensor, w: MixWeights, copies: int, *, iters: int, eps:
 
 def collapse(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """Weighted sum of the copies: [rows, hidden], in the stream's dtype."""
-    return (pre[..., None] * stream.float()).sum(1).to(stream.dtype)
+    return torch.bmm(pre[:, None], stream.float())[:, 0].to(stream.dtype)
 
 
 def expand(stream: torch.Tensor, out: torch.Tensor, mix: Mix) -> torch.Tensor:
     """Mix the old copies and add each one's share of the sub-layer's output [rows, hidden]."""
-    kept = (mix.comb[..., None] * stream.float()[:, :, None]).sum(1)
-    return (mix.post[..., None] * out.float()[:, None] + kept).to(stream.dtype)
+    kept = torch.bmm(mix.comb.transpose(1, 2), stream.float())
+    return torch.baddbmm(kept, mix.post[..., None], out.float()[:, None]).to(stream.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,22 +67,56 @@ def route(
     return Routing(experts, weights * scale)
 
 
-def run_expert(
-    x: torch.Tensor, w: ExpertWeights, weights: torch.Tensor | None, limit: float, numerics: Numerics
+def _activate(gate_up: torch.Tensor, limit: float, numerics: Numerics) -> torch.Tensor:
+    """Clamped SwiGLU of rows [n, 2 * width], float32."""
+    gate, up = gate_up.to(numerics.dtype).float().chunk(2, dim=-1)
+    return functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+
+
+def run_shared(x: torch.Tensor, w: ExpertWeights, limit: float, numerics: Numerics) -> torch.Tensor:
+    """Run the expert that every row passes; x [rows, hidden] is rounded for quantised linears."""
+    inner = _activate(numerics.product(x, w.gate_up), limit, numerics)
+    return numerics.quantised_linear(inner.to(numerics.dtype), w.down)
+
+
+def run_routed(
+    x: torch.Tensor,
+    w: ExpertWeights,
+    loads: Sequence[int],
+    weights: torch.Tensor,
+    limit: float,
+    numerics: Numerics,
 ) -> torch.Tensor:
-    """Run one expert.
+    """Run rows that are sorted by expert.
 
     Args:
         x: [rows, hidden], float32, rounded for quantised linears.
-        w: The expert.
-        weights: [rows]: routing weights, multiplied in before the down projection; None for the shared one.
+        w: Stacked experts.
+        loads: Rows of each expert, ascending.
+        weights: [rows]: routing weights, multiplied in before the down projection.
         limit: Clamp of gate (from above) and up (both sides).
+        numerics: How to compute.
+
+    Returns:
+        [rows, hidden], in the stream's dtype.
     """
-    gate, up = numerics.product(x, w.gate_up).to(numerics.dtype).float().chunk(2, dim=-1)
-    inner = functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
-    if weights is not None:
-        inner = inner * weights[:, None]
-    return numerics.quantised_linear(inner.to(numerics.dtype), w.down)
+    inner = _activate(_by_expert(x, w.gate_up, loads, numerics), limit, numerics) * weights[:, None]
+    rounded = numerics.quantised_input(inner.to(numerics.dtype))
+    return _by_expert(rounded, w.down, loads, numerics).to(numerics.dtype)
+
+
+def _by_expert(
+    rows: torch.Tensor, weight: torch.Tensor, loads: Sequence[int], numerics: Numerics
+) -> torch.Tensor:
+    """Multiply each expert's rows by its weight [experts, out, in]."""
+    out = rows.new_empty(len(rows), weight.shape[1])
+    begin = 0
+    for expert, load in enumerate(loads):
+        if load:
+            end = begin + load
+            out[begin:end] = numerics.product(rows[begin:end], weight[expert])
+            begin = end
+    return out
 
 
 def mix_experts(
@@ -90,17 +125,15 @@ def mix_experts(
     """Run the chosen experts and the shared one; sums in float32, experts ascending, the shared one last."""
     rounded = numerics.quantised_input(x)
     count = routing.experts.shape[1]
-    order = routing.experts.flatten().argsort(stable=True)
-    rows, weights = order // count, routing.weights.flatten()[order]
-    loads = torch.bincount(routing.experts.flatten(), minlength=len(w.gate)).tolist()
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    begin = 0
-    for expert, load in enumerate(loads):
-        if load:
-            mine = rows[begin : begin + load]
-            chosen = ExpertWeights(w.experts.gate_up[expert], w.experts.down[expert])
-            out = run_expert(rounded[mine], chosen, weights[begin : begin + load], limit, numerics)
-            total.index_add_(0, mine, out.float())
-            begin += load
-    total += run_expert(rounded, w.shared, None, limit, numerics).float()
-    return total.to(x.dtype)
+    ascending = routing.experts.sort(-1)
+    weights = routing.weights.gather(-1, ascending.indices).flatten()
+    order = ascending.values.flatten().argsort(stable=True)
+    loads = torch.bincount(ascending.values.flatten(), minlength=len(w.gate)).tolist()
+    out = run_routed(rounded[order // count], w.experts, loads, weights[order], limit, numerics)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    shares = out[places].unflatten(0, (-1, count))
+    total = shares[:, 0].float()
+    for number in range(1, count):
+        total = total + shares[:, number].float()
+    return (total + run_shared(rounded, w.shared, limit, numerics).float()).to(x.dtype)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from millpond.core.shapes import ModelShape
-from millpond.core.units import BLOCK_TOKENS, ceil_div
+from millpond.core.units import BLOCK_TOKENS
 
 Ints = npt.NDArray[np.int64]
 
@@ -73,13 +73,13 @@ class EntryIndex:
     """Compressed entries of one ratio: where they lie and which are made in this step."""
 
     ratio: int
+    per_block: int
     counts: tuple[int, ...]
     """Entries of each span's sequence once the step is done."""
     offsets: tuple[int, ...]
     """Where each span's entries begin among all."""
     blocks: torch.Tensor
-    places: torch.Tensor
-    """[all entries]: block, and place inside its part of the block."""
+    """[blocks]: those of all spans, one after the other; entry i is in block i // per_block of them."""
     new: torch.Tensor
     """[new]: index among all entries of those that this step completes."""
     new_positions: torch.Tensor
@@ -93,6 +93,10 @@ class EntryIndex:
     keep_slots: torch.Tensor
     keep_rows: torch.Tensor
     """[kept]: which of the step's (kv, score) rows go to which slot and row."""
+
+    def locate(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block, and place inside it, of entries given by their index among all."""
+        return self.blocks[entries // self.per_block], entries % self.per_block
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,9 @@ class Rows:
     def entries(self, ratio: int) -> EntryIndex:
         """Compressed entries of these rows' sequences, made from these rows."""
         counts = np.array([span.end // ratio for span in self.spans], dtype=np.int64)
-        offsets = counts.cumsum() - counts
+        per_block = BLOCK_TOKENS // ratio
+        num_blocks = -(-counts // per_block)
+        offsets = (num_blocks.cumsum() - num_blocks) * per_block
         # an entry is new if its last token is in this step and its block KV does not exist yet
         starts = np.array([max(span.begin, span.write_begin) // ratio for span in self.spans], dtype=np.int64)
         starts = np.minimum(starts, counts)
@@ -183,22 +189,19 @@ class Rows:
         tokens = numbers[:, None] * ratio + np.arange(ratio)
         rows = tokens - begins[span_of_new, None] + self.row_begins[span_of_new, None] + len(carries)
         members = np.where(tokens >= begins[span_of_new, None], rows, carry_at[span_of_new, None])
-        places = _ranges(np.zeros(len(self.spans), dtype=np.int64), counts)
         num_held = self.shape.compressor_rows(ratio)
         num_kept = np.minimum(self.counts, num_held)
         kept = _ranges(self.row_begins + self.counts - num_kept, num_kept)
-        per_block = BLOCK_TOKENS // ratio
         tables = [
-            np.asarray(span.block_table[: ceil_div(span.end, BLOCK_TOKENS)], dtype=np.int64)
-            for span in self.spans
+            np.asarray(span.block_table[:count], dtype=np.int64)
+            for span, count in zip(self.spans, num_blocks.tolist(), strict=True)
         ]
-        blocks = [table[np.arange(count) // per_block] for table, count in zip(tables, counts, strict=True)]
         return EntryIndex(
             ratio=ratio,
+            per_block=per_block,
             counts=tuple(counts.tolist()),
             offsets=tuple(offsets.tolist()),
-            blocks=self._on_device(np.concatenate(blocks)),
-            places=self._on_device(places % per_block),
+            blocks=self._on_device(np.concatenate(tables)),
             new=self._on_device(new),
             new_positions=self._on_device(numbers * ratio),
             members=self._on_device(members),
