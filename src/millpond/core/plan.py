@@ -50,6 +50,11 @@ class PrefillChunk:
     end: int
     is_last: bool
     """The chunk ends at the last known token: its logits are sampled."""
+    write_begin: int = 0
+    """Block KV of tokens below exists and is not written again. Above the `begin` of a sequence's first
+    chunk, this asks for a bounded replay: windows are rebuilt from `begin` on and see nothing below it.
+    Otherwise what lies below `begin` is all there, state slot included.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from millpond.engine.model.numerics import curve
 
-_TILE_ITEMS = 1 << 22
+_TILE_ITEMS = 1 << 18
 """Gathered numbers per tile: keeps a tile's KV in the cache of one core."""
 _LEAST = -1e30
 

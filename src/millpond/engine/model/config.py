@@ -13,8 +13,8 @@ from millpond.core.shapes import ModelShape
 from millpond.engine.model.engram_ids import table_primes
 from millpond.engine.model.fields import Fields
 from millpond.engine.model.roles import derive_layers
+from millpond.engine.model_files import ModelFiles
 
-ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
 _GROUP = 32
 
@@ -77,6 +77,17 @@ class V41Config:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
+
+
+def is_v41(files: ModelFiles) -> bool:
+    """Whether a folder holds a V4.1 model, judged by `model_type` alone."""
+    if files.kind != "hf":
+        return False
+    try:
+        values = json.loads((files.root / "config.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return False  # whoever reads the file next says what is wrong with it
+    return isinstance(values, dict) and values.get("model_type") == MODEL_TYPE
 
 
 def load_config(path: Path) -> V41Config:

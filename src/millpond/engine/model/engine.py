@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class _Sequence:
     slot: SlotId
     keep_begin: int
     window_begin: int = 0
+    has_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,10 @@ class V41Engine:
                 f"chunk [{chunk.begin}, {chunk.end}), is_last {chunk.is_last}, of {chunk.request_id}, "
                 f"which has {known} tokens"
             )
-        return self._piece(chunk.request_id, sequence, chunk.begin, chunk.end, is_sampled=chunk.is_last)
+        if not sequence.has_run and chunk.write_begin > chunk.begin:
+            sequence.window_begin = chunk.begin  # windows below are lost and not rebuilt
+        piece = self._piece(chunk.request_id, sequence, chunk.begin, chunk.end, is_sampled=chunk.is_last)
+        return replace(piece, span=replace(piece.span, write_begin=chunk.write_begin))
 
     def _row(self, row: DecodeRow) -> _Piece:
         sequence = self._known(row.request_id)
@@ -201,6 +205,7 @@ class V41Engine:
             raise InvariantBroken(f"{request_id} needs {end} tokens of KV but has {len(table)} blocks")
         if not all(0 < block <= self.num_blocks for block in table):
             raise InvariantBroken(f"{request_id} has a block outside this rank's memory")
+        sequence.has_run = True
         span = Span(
             token_ids=sequence.tokens.ids,
             begin=begin,

@@ -10,7 +10,7 @@ from torch.nn import functional
 from millpond.engine.model.numerics import Numerics
 from millpond.engine.model.rope import Rotation
 
-_TILE_ITEMS = 1 << 22
+_TILE_ITEMS = 1 << 18
 _KEY_TILE = 128
 """Keys of every product in exact mode."""
 

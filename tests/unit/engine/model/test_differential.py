@@ -21,7 +21,7 @@ def assert_equal(a, b, what):
     assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} differ"
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data(), mode=st.sampled_from(MODES), count=st.integers(1, 150))
 def test_any_chunking_gives_the_bits_of_one_chunk(models, data, mode, count):
     ids = prompt(count, seed=count)
@@ -31,7 +31,7 @@ def test_any_chunking_gives_the_bits_of_one_chunk(models, data, mode, count):
     assert_equal(cut.state("a", count), whole.state("a", count), "caches")
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(mode=st.sampled_from(MODES), counts=st.lists(st.integers(1, 70), min_size=2, max_size=4))
 def test_a_batch_gives_the_bits_of_each_alone(models, mode, counts):
     texts = {f"s{i}": prompt(count, seed=i) for i, count in enumerate(counts)}
@@ -43,7 +43,7 @@ def test_a_batch_gives_the_bits_of_each_alone(models, mode, counts):
         assert_equal(together.state(name, len(ids)), alone.state(name, len(ids)), "caches")
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(mode=st.sampled_from(MODES), count=st.integers(1, 60), steps=st.integers(1, 8))
 def test_decode_steps_give_the_bits_of_a_longer_prompt(models, mode, count, steps):
     ids, other = prompt(count + steps, seed=steps), prompt(40 + steps, seed=99)
@@ -57,7 +57,7 @@ def test_decode_steps_give_the_bits_of_a_longer_prompt(models, mode, count, step
     assert_equal(hand.state("a", len(ids)), whole.state("a", len(ids)), "caches")
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     mode=st.sampled_from(MODES),
     count=st.integers(1, 40),

@@ -91,6 +91,46 @@ def test_rows_of_several_sequences_in_one_step(model):
         assert [t.token_id for t in report.sampled] == [texts[name][step + 1] for name in ids]
 
 
+def share_prefix(engine, ids, hit):
+    """A donor whose first block later sequences share; returns its text and its state at `hit` tokens."""
+    engine.execute(RankPlan(RANK, start=(start("donor", ids, (1, 2), 0),)))
+    engine.execute(RankPlan(RANK, chunks=(PrefillChunk(RequestId("donor"), 0, hit, is_last=False),)))
+    state = bytes(engine.read_state(SlotId(0)))
+    report = engine.execute(
+        RankPlan(RANK, chunks=(PrefillChunk(RequestId("donor"), hit, len(ids), is_last=True),))
+    )
+    return report.sampled[0].token_id, state
+
+
+def test_a_hit_with_its_state_is_exact(model):
+    ids, hit = prompt(170).tolist(), 128
+    engine = make_engine(model)
+    first, state = share_prefix(engine, ids, hit)
+    text = [first, *decode(engine, "donor", 170, 3)]
+    engine.write_state(SlotId(3), memoryview(state))
+    chunk = PrefillChunk(RequestId("b"), hit, 170, is_last=True)
+    report = engine.execute(RankPlan(RANK, start=(start("b", ids, (1, 7), 3),), chunks=(chunk,)))
+    assert [report.sampled[0].token_id, *decode(engine, "b", 170, 3)] == text
+
+
+@pytest.mark.parametrize("keep", [0, 24])
+def test_a_hit_without_windows_replays_and_leaves_the_hit_alone(model, keep):
+    ids, hit = prompt(170).tolist(), 128
+    begin, texts = hit - model.config.shape.window, []
+    for border in (150, 121):
+        engine = make_engine(model, keep)
+        share_prefix(engine, ids, hit)
+        before = [bytes(engine.read_row(BlockId(1), row)) for row in range(len(engine.layout.rows))]
+        first = (start("b", ids, (1, 7), 3),)
+        for a, b in ((begin, border), (border, 170)):
+            chunk = PrefillChunk(RequestId("b"), a, b, b == 170, write_begin=hit)
+            report = engine.execute(RankPlan(RANK, start=first, chunks=(chunk,)))
+            first = ()
+        assert [bytes(engine.read_row(BlockId(1), row)) for row in range(len(engine.layout.rows))] == before
+        texts.append([report.sampled[0].token_id, *decode(engine, "b", 170, 3)])
+    assert texts[0] == texts[1]
+
+
 def test_an_idle_step_reports_nothing(model):
     assert make_engine(model).execute(RankPlan(RANK)).sampled == ()
 
