@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -263,14 +264,14 @@ class _Speed:
     missing: dict[str, str]
 
     def point(self, level_id: str, mine: Measure, other: Callable[[Peer], Measure]) -> None:
-        """Measure every peer once after a warm-up, then the fastest in pairs with us."""
+        """Measure every peer three times after a warm-up, then the fastest in pairs with us."""
         sides: dict[str, Measure] = {}
         rates: dict[str, float] = {}
         for name, peer in self.peers.items():
             try:
                 side = other(peer)
                 side()
-                rates[name] = side()
+                rates[name] = median(side() for _ in range(3))
             except PeerUnavailable as error:
                 self.missing[name] = str(error)
             else:

