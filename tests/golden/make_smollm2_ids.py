@@ -14,10 +14,43 @@ import llama_cpp
 from millpond.engine.model_files import locate_model
 
 PIECES = (
-    "the mill turns", " while", "  water", "\n\n", "\t", "1234567", " 3.14", "don't", "I'LL", "naïve", "Straße",
-    "水車が回る", " 물레방아", "мельница", "🌊🏞️", "👩‍👩‍👧", "def f(x):\n    return x", "a_b-c", "...", "?!", "é", "e\u0301", " ",
-    "<b>", "C++", "HTTP/1.1", "\r\n", "  \n ", "ALLCAPS", "snake_case_name", "مرحبا", "#", "''", '"', "\\n", "0x1F",
-)  # fmt: skip
+    "the mill turns",
+    " while",
+    "  water",
+    "\n\n",
+    "\t",
+    "1234567",
+    " 3.14",
+    "don't",
+    "I'LL",
+    "naïve",
+    "Straße",
+    "水車が回る",
+    " 물레방아",
+    "мельница",
+    "🌊🏞️",
+    "👩\u200d👩\u200d👧",
+    "def f(x):\n    return x",
+    "a_b-c",
+    "...",
+    "?!",
+    "é",
+    "é",
+    " ",
+    "<b>",
+    "C++",
+    "HTTP/1.1",
+    "\r\n",
+    "  \n ",
+    "ALLCAPS",
+    "snake_case_name",
+    "مرحبا",
+    "#",
+    "''",
+    '"',
+    "\\n",
+    "0x1F",
+)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ class Service:
     @property
     def status(self) -> dict[str, Any]:
         """The controller's status."""
-        return fetch_status(self.config)
+        return fetch_status(self.config, deadline_s=30.0)
 
     def pid(self, group: str) -> int:
         """Process id of a group's leader."""
@@ -170,8 +170,11 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
 SYNTHETIC = """
 [engine]
 model = "synthetic"
+[synthetic]
+decode_step_ns = 8_000_000
 """
-"""Config of a service without weights: starts at once, and its text proves its KV."""
+"""Config of a service without weights: starts at once, and its text proves its KV. Steps are slow enough
+that all streams of a test overlap."""
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.integration.conftest import Service
+from tests.integration.conftest import Service, wait_until
 from tests.integration.test_service_life import body_of, read_stream, run_streams
 
 NUM_STREAMS = 12
@@ -67,9 +67,9 @@ def test_campaign_service_loses_nothing(
 @pytest.mark.timeout(300)
 def test_a_silent_worker_is_replaced(start_service: Callable[..., Service], synthetic_toml: str) -> None:
     service = start_service(synthetic_toml + "[dispatch]\nlease_s = 2.0\n")
-    undisturbed = run_streams(service, max_tokens=100)
+    undisturbed = run_streams(service, max_tokens=200)
     stopped = service.pid("d0")
-    disturbed = run_streams(service, lambda: os.kill(stopped, signal.SIGSTOP), max_tokens=100)
+    disturbed = run_streams(service, lambda: os.kill(stopped, signal.SIGSTOP), max_tokens=200)
     assert disturbed == undisturbed
-    assert service.pid("d0") != stopped
+    wait_until(lambda: service.pid("d0") != stopped, 60, "another process leads d0")
     service.wait_empty(60)

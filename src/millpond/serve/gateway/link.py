@@ -221,9 +221,12 @@ class ControllerLink:
     @property
     def is_ready(self) -> bool:
         """A controller answers, and a complete path through the workers is up."""
-        state = self._state
-        is_fresh = self._now_ns() - self._heard_ns <= self._lease_ns
-        return state is not None and is_fresh and state.is_ready
+        return self._state is not None and self._is_fresh and self._state.is_ready
+
+    @property
+    def _is_fresh(self) -> bool:
+        """The controller said something lately."""
+        return self._now_ns() - self._heard_ns <= self._lease_ns
 
     def silence_s(self) -> float:
         """Seconds without progress: no token was produced although work waits. 0 when idle."""
@@ -251,7 +254,7 @@ class ControllerLink:
         """Submit the sequences of one client call.
 
         Raises:
-            OverloadError: If the way to the controller is full; nothing stays submitted.
+            OverloadError: If the controller has been away for long; nothing stays submitted.
         """
         logs = [TokenLog(spec) for spec in specs]
         call = Call(self, logs)
@@ -274,10 +277,11 @@ class ControllerLink:
             self._send_surely(log.spec.request_id, Cancel(log.spec.request_id))
 
     def _submit(self, spec: RequestSpec) -> None:
-        if not self._channel.send(Submit(spec)):
-            raise OverloadError(
-                "the controller does not take requests now", code="service.controller_busy", retry_after_s=1
-            )
+        if self._is_fresh:
+            # A controller that restarts is back within a second; the submission waits for it here.
+            self._send_surely(spec.request_id, Submit(spec))
+        elif not self._channel.send(Submit(spec)):
+            raise _controller_gone()
 
     def _send_surely(self, request_id: RequestId, message: Submit | Cancel) -> None:
         if self._channel.send(message):
@@ -307,8 +311,17 @@ class ControllerLink:
         if self._channel.send(GatewayUp(self._gateway)):
             for request_id, message in tuple(self._unsent.items()):
                 self._send_surely(request_id, message)
+        elif not self._is_fresh:
+            self._fail_unsubmitted()
         for entry in tuple(self._open.values()):
             self._heal_gap(entry)
+
+    def _fail_unsubmitted(self) -> None:
+        """End the calls that no controller ever heard of: it has been away too long to wait for it."""
+        for request_id, message in tuple(self._unsent.items()):
+            entry = self._open.get(request_id)
+            if entry is not None and isinstance(message, Submit) and entry.log.num_delivered == 0:
+                entry.call.fail(_controller_gone())
 
     def _heal_gap(self, entry: _Open) -> None:
         """Ask for the next attempt if the same token is missing at two announcements in a row.
@@ -398,3 +411,9 @@ class ControllerLink:
         self._close(entry.log)
         entry.log.is_finished = True
         entry.call.put(entry.choice, ending)
+
+
+def _controller_gone() -> OverloadError:
+    return OverloadError(
+        "the controller does not take requests now", code="service.controller_busy", retry_after_s=1
+    )

@@ -148,8 +148,30 @@ def test_what_could_not_be_sent_is_sent_with_the_next_announcement(link: Control
     assert wire.take(Cancel) == []
 
 
-def test_a_call_that_cannot_be_submitted_leaves_nothing_behind(link: ControllerLink, wire: Wire) -> None:
+def test_a_call_waits_for_a_controller_that_restarts(link: ControllerLink, wire: Wire, clock: Clock) -> None:
     wire.is_open = False
+    with link.open([spec(0)]):
+        clock.now_ns += SECOND_NS
+        link.announce()
+        wire.is_open = True
+        link.announce()
+        assert wire.take(Submit) == [Submit(spec(0))]
+
+
+def test_a_call_does_not_wait_long(link: ControllerLink, wire: Wire, clock: Clock) -> None:
+    wire.is_open = False
+    with link.open([spec(0)]) as call:
+        clock.now_ns += 60 * SECOND_NS
+        link.announce()
+        with pytest.raises(OverloadError):
+            events(call)
+
+
+def test_a_call_that_cannot_be_submitted_leaves_nothing_behind(
+    link: ControllerLink, wire: Wire, clock: Clock
+) -> None:
+    wire.is_open = False
+    clock.now_ns += 60 * SECOND_NS
     with pytest.raises(OverloadError):
         link.open([spec(0), spec(1)])
     assert (link.num_open, link.num_waiting_tokens) == (0, 0)

@@ -122,9 +122,11 @@ def test_nothing_is_accepted_before_the_service_is_up() -> None:
     assert ask(gateway, CHAT, chat_body()).status_code == 200
 
 
-def test_a_controller_that_takes_nothing_is_503_at_once() -> None:
+def test_a_controller_that_was_silent_and_takes_nothing_is_503_at_once() -> None:
     service = FakeService(is_full=True)
-    gateway = make_gateway(service)
+    now = [0]
+    gateway = make_gateway(service, now_ns=lambda: now[0])
+    now[0] += 60 * SECOND_NS
     response = ask(gateway, CHAT, chat_body(n=2))
     assert (response.status_code, response.json()["error"]["code"]) == (503, "service.controller_busy")
     assert (gateway.link.num_open, gateway.admission.num_sequences) == (0, 0)
