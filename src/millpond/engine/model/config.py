@@ -90,11 +90,11 @@ def is_v41(files: ModelFiles) -> bool:
     return isinstance(values, dict) and values.get("model_type") == MODEL_TYPE
 
 
-def load_config(path: Path) -> V41Config:
-    """Read a `config.json`.
+def read_config(path: Path) -> dict[str, object]:
+    """Read a config record without checking its fields.
 
     Raises:
-        ModelFormatError: Not a V4.1 config; names file and field.
+        ModelFormatError: The file is missing or no JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -102,7 +102,16 @@ def load_config(path: Path) -> V41Config:
         raise ModelFormatError(f"{path.name}: cannot be read: {error}", code="model.config") from error
     if not isinstance(values, dict):
         raise ModelFormatError(f"{path.name}: not a JSON object", code="model.config")
-    return parse_config(values, path.name)
+    return values
+
+
+def load_config(path: Path) -> V41Config:
+    """Read and check a `config.json`.
+
+    Raises:
+        ModelFormatError: Not a V4.1 config; names file and field.
+    """
+    return parse_config(read_config(path), path.name)
 
 
 def parse_config(values: Mapping[str, object], source: str = "config.json") -> V41Config:

@@ -52,8 +52,8 @@ class StepContext:
     observe: Observe = ignore
     keys: torch.Tensor | None = None
     """Index keys of the newest KV source, float32 [all entries, index dim]."""
-    candidates: list[torch.Tensor] = field(default_factory=list)
-    """Candidate mask of each span [rows, entries], from the candidate source."""
+    candidates: torch.Tensor | None = None
+    """Which entries are candidates [rows, most entries of a span], from the candidate source."""
     selected: KvPart | None = None
     """Compressed KV that the rows chose, from the newest selecting layer."""
     _rotations: dict[tuple[int, bool], Rotation] = field(default_factory=dict)

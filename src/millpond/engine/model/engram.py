@@ -59,7 +59,7 @@ def add_engram(
     keys = keys.unflatten(-1, (copies, hidden))
     old = stream.float()
     dot = (old * (w.query_norm * w.key_norm) * keys).sum(-1)
-    dot = dot * torch.rsqrt(old.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
+    dot = dot * torch.rsqrt((old * old).mean(-1) + eps) * torch.rsqrt((keys * keys).mean(-1) + eps)
     dot = dot * hidden**-0.5
     gate = curve(torch.sigmoid, dot.sign() * dot.abs().clamp_min(_DOT_FLOOR).sqrt())
     if is_text is not None:

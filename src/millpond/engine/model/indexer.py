@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,39 @@ def score_entries(
         scores[part] = (products * weights[part, :, None]).sum(1)
     places = torch.arange(len(keys), device=query.device)
     return scores.masked_fill_(places >= visible[:, None], -torch.inf)
+
+
+def score_single_rows(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    offsets: Sequence[int],
+    visible: torch.Tensor,
+    width: int,
+    numerics: Numerics,
+) -> torch.Tensor:
+    """Like `score_entries` for one row of each of many sequences at once.
+
+    Args:
+        query: [rows, heads, dim].
+        weights: [rows, heads].
+        keys: [all entries, dim].
+        offsets: Where each row's entries begin.
+        visible: [rows].
+        width: Most entries of a row.
+        numerics: How to compute.
+
+    Returns:
+        [rows, width]; -inf beyond what a row may see.
+    """
+    places = torch.arange(width, device=query.device)
+    index = torch.tensor(offsets, device=query.device)[:, None] + places
+    own = keys.index_select(0, index.clamp_max(len(keys) - 1).flatten()).unflatten(0, index.shape)
+    hidden = places >= visible[:, None]
+    # rows behind a sequence's entries were never written: whatever they hold must not reach the product
+    own = own.masked_fill_(hidden[..., None], 0)
+    products = torch.bmm(query, own.transpose(1, 2)).to(numerics.dtype).relu_()
+    return (products * weights[..., None]).sum(1).masked_fill_(hidden, -torch.inf)
 
 
 def _products(query: torch.Tensor, keys: torch.Tensor, numerics: Numerics) -> torch.Tensor:

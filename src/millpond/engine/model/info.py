@@ -25,11 +25,15 @@ def describe_model(config: V41Config) -> str:
         f"KV per block: {layout.block_bytes:,} B",
         f"state per sequence: {layout.state_bytes:,} B",
         f"encoder state: {encoder_state_bytes(layout):,} B",
-        f"backbone parameters: {num_backbone_parameters(shape) / 1e9:.1f} billion",
-        f"Engram tables: {sum(shape.engram_rows) * shape.engram_head_dim / 1e9:.1f} billion",
+        f"backbone parameters: {_count(num_backbone_parameters(shape))}",
+        f"Engram tables: {_count(sum(shape.engram_rows) * shape.engram_head_dim)}",
         f"longest sequence: {config.max_positions:,} tokens, vocabulary: {shape.vocab_size:,}",
     ]
     return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 10**9 else f"{number / 1e6:.1f} million"
 
 
 def _role_lines(config: V41Config) -> list[str]:

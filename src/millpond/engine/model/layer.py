@@ -6,11 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from millpond.core.errors import InvariantBroken
 from millpond.core.shapes import LayerShape
 from millpond.engine.model.attention import KvPart, attend
 from millpond.engine.model.compressor import CompressorWeights, make_latents, store_entries
 from millpond.engine.model.context import StepContext
-from millpond.engine.model.indexer import IndexerWeights, head_weights, index_queries, score_entries
+from millpond.engine.model.indexer import (
+    IndexerWeights,
+    head_weights,
+    index_queries,
+    score_entries,
+    score_single_rows,
+)
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand
 from millpond.engine.model.moe import mix_experts, route
 from millpond.engine.model.numerics import rms_norm
@@ -84,41 +91,50 @@ def select_entries(
     ctx: StepContext, layer: LayerShape, w: IndexerWeights, x: torch.Tensor, qr: torch.Tensor, rows: Rows
 ) -> None:
     """Choose the entries that this layer and the reusing ones after it attend to."""
-    shape, entries, keys = ctx.config.shape, ctx.entries(layer.ratio), ctx.keys
-    if keys is None:
-        raise AssertionError("a layer selects before any published keys")
+    shape, entries = ctx.config.shape, ctx.entries(layer.ratio)
     rotation = ctx.rotation(rows, is_compressed=True)
     query = index_queries(qr, w, rotation, shape.index_head_dim, ctx.numerics)
     weights = head_weights(x, w, shape.index_head_dim, ctx.numerics)
     ctx.observe("idx_q", query)
     ctx.observe("idx_w", weights)
     visible = (rows.positions + 1) // layer.ratio
-    chosen = []
+    scores = _score_spans(ctx, entries, rows, query, weights, visible)
+    ctx.observe("idx_score", scores)
+    if layer.layer == shape.candidate_source:
+        blocks, size = shape.candidate_blocks, shape.candidate_block_size
+        ctx.candidates = choose_candidates(scores, visible, blocks, size)
+        ctx.observe("candidates", ctx.candidates)
+    elif not layer.owns_kv and ctx.candidates is not None:
+        scores = scores.masked_fill(~ctx.candidates, -torch.inf)
+    places = choose_largest(scores, shape.index_topk)
+    ctx.observe("topk", places)
+    offsets = torch.tensor(entries.offsets, device=places.device)[rows.sequences]
+    chosen = torch.where(places < 0, -1, places + offsets[:, None])
+    ctx.selected = _read_selected(ctx, layer, entries, chosen)
+
+
+def _score_spans(
+    ctx: StepContext,
+    entries: EntryIndex,
+    rows: Rows,
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """Scores of every row for its own sequence's entries: [rows, most entries of a span], -inf beyond."""
+    keys, numerics = ctx.keys, ctx.numerics
+    if keys is None:
+        raise InvariantBroken("a layer selects before any keys are published")
+    width = max(entries.counts)
+    if not numerics.is_exact and rows.num_rows == len(rows.spans) and width:
+        return score_single_rows(query, weights, keys, entries.offsets, visible, width, numerics)
+    scores = query.new_full((len(query), width), -torch.inf, dtype=numerics.dtype)
     for number, begin in enumerate(rows.row_begins.tolist()):
         own = slice(begin, begin + int(rows.counts[number]))
         at, count = entries.offsets[number], entries.counts[number]
-        scores = score_entries(query[own], weights[own], keys[at : at + count], visible[own], ctx.numerics)
-        ctx.observe("idx_score", scores)
-        scores = _restrict(ctx, layer, number, scores, visible[own])
-        places = choose_largest(scores, shape.index_topk)
-        ctx.observe("topk", places)
-        chosen.append(torch.where(places < 0, -1, places + at))
-    ctx.selected = _read_selected(ctx, layer, entries, torch.cat(chosen))
-
-
-def _restrict(
-    ctx: StepContext, layer: LayerShape, number: int, scores: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    """At the candidate source publish the candidates; at reindexing layers mask the others out."""
-    shape = ctx.config.shape
-    if layer.layer == shape.candidate_source:
-        if number == 0:
-            ctx.candidates.clear()
-        mask = choose_candidates(scores, visible, shape.candidate_blocks, shape.candidate_block_size)
-        ctx.observe("candidates", mask)
-        ctx.candidates.append(mask)
-        return scores
-    return scores if layer.owns_kv else scores.masked_fill(~ctx.candidates[number], -torch.inf)
+        part = score_entries(query[own], weights[own], keys[at : at + count], visible[own], numerics)
+        scores[own, :count] = part
+    return scores
 
 
 def _read_selected(ctx: StepContext, layer: LayerShape, entries: EntryIndex, chosen: torch.Tensor) -> KvPart:
@@ -144,7 +160,7 @@ def run_attention(
         select_entries(ctx, layer, w.indexer, x, projected.qr, rows)
     if layer.ratio:
         if ctx.selected is None:
-            raise AssertionError("a layer reuses a selection before any was made")
+            raise InvariantBroken("a layer reuses a selection before any was made")
         parts.append(ctx.selected)
     core = attend(projected.query, parts, w.attention.sink, ctx.numerics.dtype)
     ctx.observe("attn_core", core)

@@ -38,7 +38,7 @@ def compute_mix(
 ) -> Mix:
     """Coefficients from the stream [rows, copies, hidden] before a sub-layer."""
     flat = stream.flatten(1).float()
-    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    scale = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
     return split_mix(numerics.product(flat, w.fn) * scale, w, stream.shape[1], iters=iters, eps=eps)
 
 

@@ -114,7 +114,7 @@ def _by_expert(
     for expert, load in enumerate(loads):
         if load:
             end = begin + load
-            out[begin:end] = numerics.product(rows[begin:end], weight[expert])
+            numerics.product_into(out[begin:end], rows[begin:end], weight[expert])
             begin = end
     return out
 

@@ -67,6 +67,13 @@ class Numerics:
         tiles = [functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
         return torch.cat(tiles)[:count] if tiles else rows.new_empty(0, len(weight))
 
+    def product_into(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Like `product`, into a given place [n, out]."""
+        if self.is_exact:
+            out.copy_(self.product(rows, weight))
+        else:
+            torch.mm(rows, weight.T, out=out)
+
     def grouped_product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows [n, groups, in] by weights [groups, out, in]: [n, groups, out]."""
         if not self.is_exact:
@@ -111,5 +118,5 @@ def curve(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last axis, computed in float32, in the dtype of `rows`."""
     values = rows.float()
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt((values * values).mean(-1, keepdim=True) + eps)
     return (values * scale * weight).to(rows.dtype)

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from millpond.engine.model.attention import KvPart, attend
 from millpond.engine.model.compressor import CompressorWeights, make_latents
 from millpond.engine.model.engram import EngramWeights, add_engram, look_up
 from millpond.engine.model.engram_ids import NgramHash
 from millpond.engine.model.formats import Fp4IndexRows, Fp4MainRows, Fp8Rows, quantise_fp8, round_fp8
-from millpond.engine.model.indexer import score_entries
+from millpond.engine.model.indexer import score_entries, score_single_rows
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand
 from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route
 from millpond.engine.model.numerics import FP32, FP32_QUANTISED, rms_norm
@@ -140,6 +141,17 @@ def test_index_scores(noise, is_exact):
     ours = score_entries(query, weights, keys, visible, replace(FP32, is_exact=is_exact))
     for row in range(7):
         wanted = score_entries_ref(query[row], weights[row], keys, int(visible[row]))
+        close(ours[row], torch.tensor(wanted), 1e-5)
+
+
+def test_index_scores_of_single_rows(noise):
+    query, weights = torch.randn(3, 4, 16, generator=noise), torch.randn(3, 4, generator=noise)
+    keys, visible = torch.randn(150, 16, generator=noise), torch.tensor([40, 0, 22])
+    keys[140:] = torch.nan  # room of the last block, never written
+    ours = score_single_rows(query, weights, keys, (0, 64, 118), visible, 40, FP32)
+    for row, begin in enumerate((0, 64, 118)):
+        own = functional.pad(keys[begin : begin + int(visible[row])], (0, 0, 0, 40 - int(visible[row])))
+        wanted = score_entries_ref(query[row], weights[row], own, int(visible[row]))
         close(ours[row], torch.tensor(wanted), 1e-5)
 
 
