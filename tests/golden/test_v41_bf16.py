@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millpond.engine.model.engram import look_up
-from millpond.engine.model.layer import run_layer
+from millpond.engine.model.layer import publish_entries, run_attention, run_experts, run_layer
 from millpond.engine.model.mhc import collapse
 from millpond.engine.model.step import Span, make_step
 from tests.golden.goldens import check_close, check_equal, counted, golden_cases, row_errors
@@ -51,18 +51,58 @@ def test_each_block_of_the_prompt(folder, name):
         previous = g["prefill.x_out"][number]
     logits = model.logits(collapse(previous, g["prefill.pre_mix_out"]))
     check_close(logits, g["prefill.logits"], 0.01, "logits of the stored stream")
+    for number in (0, 1):
+        check_decode_step(case, number)
 
 
-def check_block(g, seen, prefix, number, layer):
-    for what in ALMOST:
+def check_decode_step(case, number):
+    """Attention and experts of every layer from the stored normed inputs, over the caches so far."""
+    g, model, n = case.golden, case.model, case.num_prompt + number
+    step = make_step([Span(case.ids, n, n + 1, TABLE, SLOT)], model.config.shape, model.device)
+    seen = Recorder()
+    ctx = model.start(step, case.caches, seen)
+    for layer, w in zip(model.config.shape.layers, model.weights.layers, strict=True):
+        at, prefix = layer.layer, f"decode.step{number}.L{layer.layer}"
+        seen.layer = at
+        x = g[f"{prefix}.attn_in"]
+        if w.compressor is not None:
+            publish_entries(ctx, layer, w.compressor, x)
+        out = run_attention(ctx, layer, w, x, step.decoder)
+        check_almost(g, seen, prefix, at)
+        if layer.owns_index and not g[f"decode.L{at}.topk_tie"][number]:
+            golden = g[f"{prefix}.topk"].long()
+            check_equal(seen.get(at, "topk")[:, : golden.shape[1]], golden, f"{prefix}.topk")
+        check_rows(seen.get(at, "attn_core"), g[f"{prefix}.attn_core"], "attn_core", prefix)
+        check_rows(out, g[f"{prefix}.attn_out"], "attn_out", prefix)
+        ffn = run_experts(ctx, w, g[f"{prefix}.ffn_in"], None, model.config.shape.num_experts_per_token)
+        ours, golden = (
+            x.sort(-1).values for x in (seen.get(at, "route_idx"), g[f"{prefix}.route_idx"].long())
+        )
+        check_equal(ours, golden, f"{prefix}.route_idx")
+        check_rows(ffn, g[f"{prefix}.ffn_out"], "ffn_out", prefix)
+
+
+def check_rows(ours, golden, what, prefix):
+    """A single row has no median: the largest difference counts."""
+    counted()
+    error = row_errors(ours, golden).max()
+    assert error <= 2 * LIMITS[what][1], f"{prefix}.{what}: {error:.2g}"
+
+
+def check_almost(g, seen, prefix, number):
+    for what in sorted(ALMOST):
         golden = g.get(f"{prefix}.{what}")
-        if golden is None:
+        if golden is None or (number, what) not in seen.values:
             continue
         ours = seen.get(number, what)
         counted()
         assert ours.shape == golden.shape, f"{prefix}.{what}"
         unequal = (ours.float() != golden.float()).float().mean()
         assert unequal <= 1e-4, f"{prefix}.{what}: {unequal:.2%} of the elements differ"
+
+
+def check_block(g, seen, prefix, number, layer):
+    check_almost(g, seen, prefix, number)
     for what, tolerance in CLOSE.items():
         check_close(seen.get(number, what), g[f"{prefix}.{what}"], tolerance, f"{prefix}.{what}")
     if layer.owns_index:
