@@ -270,8 +270,7 @@ def _check_counts(text: Fields, shape: ModelShape, engram_layers: Sequence[int])
 
 
 def _check_candidates(text: Fields, shape: ModelShape) -> None:
-    # The newest block may hold a single visible entry, so only the others surely fill the selection.
-    if (shape.candidate_blocks - 1) * shape.candidate_block_size < shape.index_topk - 1:
+    if shape.candidate_blocks * shape.candidate_block_size < shape.index_topk:
         text.refuse(
             "candidate_topk_blocks",
             f"{shape.candidate_blocks} of {shape.candidate_block_size} cannot fill {shape.index_topk}",

@@ -130,7 +130,7 @@ TEXT = [
     ("index_source_layer_ids", [2, 4, 6, 12], None),
     ("index_k_source_layer_ids", [2, 6], None),
     ("candidate_source_layer_id", 4, None),
-    ("candidate_topk_blocks", 1, None),
+    ("candidate_block_size", 2, "candidate_topk_blocks"),
     ("qk_rope_head_dim", 15, None),
     ("qk_rope_head_dim", 64, None),
     ("o_groups", 3, None),
