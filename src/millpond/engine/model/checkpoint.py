@@ -67,10 +67,6 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
 
-    def names(self) -> set[str]:
-        """All tensors."""
-        return set(self._where)
-
     def raw(self, name: str, dtype: torch.dtype | Sequence[torch.dtype], *size: int) -> torch.Tensor:
         """Return a tensor as stored.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -141,8 +141,3 @@ class DraftHead:
             seen = torch.cat([hidden[:, number].float(), markov], dim=-1)
             confidence.append(numerics.product(seen, self._w.confidence)[:, 0])
         return Drafts(torch.stack(chosen, dim=1), torch.stack(confidence, dim=1))
-
-
-def survival(confidence: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Estimated probability that each draft and all before it are right; confidence [..., drafts]."""
-    return torch.as_tensor(confidence).float().sigmoid().cumprod(-1)

@@ -72,7 +72,6 @@ class WindowIndex:
 class EntryIndex:
     """Compressed entries of one ratio: where they lie and which are made in this step."""
 
-    ratio: int
     per_block: int
     counts: tuple[int, ...]
     """Entries of each span's sequence once the step is done."""
@@ -197,7 +196,6 @@ class Rows:
             for span, count in zip(self.spans, num_blocks.tolist(), strict=True)
         ]
         return EntryIndex(
-            ratio=ratio,
             per_block=per_block,
             counts=tuple(counts.tolist()),
             offsets=tuple(offsets.tolist()),
