@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, chat, collect_env, config, process, serve, sim, status
+from millpond.cli import bench, chat, collect_env, config, model, process, serve, sim, status
 from millpond.core.errors import ConfigError, MillpondError, ModelFormatError
 
 CONFIG_EXIT_STATUS = 2
@@ -40,6 +40,7 @@ app.command("collect-env")(collect_env.collect_env)
 app.command("version")(collect_env.version)
 app.add_typer(bench.app, name="bench", help="Measure a running service.")
 app.add_typer(config.app, name="config", help="Look at the configuration.")
+app.add_typer(model.app, name="model", help="Make and look at DeepSeek-V4.1 checkpoints.")
 app.add_typer(sim.app, name="sim", help="Replay and simulate.")
 app.command("process", hidden=True)(process.process)
 

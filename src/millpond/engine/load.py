@@ -6,9 +6,12 @@ import torch
 
 from millpond.config.engine_params import EngineParams
 from millpond.core.errors import ConfigError
+from millpond.core.ports import Engine
 from millpond.engine.kv_tensors import DTYPES, KvTensors
 from millpond.engine.layers import DecoderLayers
 from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.model.config import is_v41
+from millpond.engine.model.load import load_v41_engine
 from millpond.engine.model_files import load_llama_config, locate_model
 from millpond.engine.native import NativeLayers
 from millpond.engine.rope import RopeTable, rope_frequencies
@@ -33,7 +36,7 @@ def make_layers(
     return native or TorchLayers(config, weights, kv, rope, is_exact=is_exact)
 
 
-def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
+def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
     """Load a model and allocate its KV memory.
 
     Raises:
@@ -53,6 +56,8 @@ def load_engine(params: EngineParams, device: str = "cpu") -> LlamaEngine:
             f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs"
         )
     files = locate_model(params.model)
+    if is_v41(files):
+        return load_v41_engine(files, params, device)
     config = load_llama_config(files)
     if not 0 <= params.max_model_len <= config.max_positions:
         raise ConfigError(

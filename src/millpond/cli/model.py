@@ -1,0 +1,46 @@
+"""`millpond model`: make and look at DeepSeek-V4.1 checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def model() -> None:
+    """Make and look at DeepSeek-V4.1 checkpoints."""
+
+
+@app.command()
+def info(
+    path: Annotated[Path, typer.Argument(help="Checkpoint folder, or its config.json. No weights are read.")],
+) -> None:
+    """Print layers, roles, bytes per token, block and state sizes, parameters."""
+    from millpond.engine.model.config import load_config
+    from millpond.engine.model.info import describe_model
+
+    typer.echo(describe_model(load_config(path / "config.json" if path.is_dir() else path)))
+
+
+@app.command()
+def init(
+    config: Annotated[Path, typer.Argument(help="A config.json, HF field names.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make; must be empty.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of all weights.")] = 0,
+) -> None:
+    """Write a random checkpoint with tokenizer, in the published format."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from millpond.engine.model.config import load_config, read_config
+    from millpond.engine.model.init import init_checkpoint
+    from millpond.engine.model.load import num_load_steps
+
+    total = num_load_steps(load_config(config))
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("layers", total=total)
+        init_checkpoint(read_config(config), out, seed, lambda: progress.advance(bar))
