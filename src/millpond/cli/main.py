@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from millpond.cli import bench, chat, collect_env, config, model, process, serve, sim, status
-from millpond.core.errors import ConfigError, MillpondError, ModelFormatError
+from millpond.core.errors import ConfigError, MillpondError, ModelFormatError, UnknownModel
 
 CONFIG_EXIT_STATUS = 2
 
@@ -23,7 +23,9 @@ class MillpondGroup(TyperGroup):
             return super().invoke(ctx)
         except MillpondError as error:
             typer.echo(f"error: {error.message}", err=True)
-            sys.exit(CONFIG_EXIT_STATUS if isinstance(error, (ConfigError, ModelFormatError)) else 1)
+            sys.exit(
+                CONFIG_EXIT_STATUS if isinstance(error, ConfigError | ModelFormatError | UnknownModel) else 1
+            )
 
 
 app = typer.Typer(

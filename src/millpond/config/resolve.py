@@ -25,6 +25,7 @@ def resolve(config: Config) -> Config:
     """
     _check_names(config)
     _check_groups(config)
+    _check_gateway(config)
     _check_choices(config)
     _check_numbers(config)
     return dataclasses.replace(config, supervise=_place_folders(config))
@@ -74,6 +75,20 @@ def _check_groups(config: Config) -> None:
     if config.storage:
         raise ConfigError(
             "storage: this version has no KV pool yet; remove the [[storage]] tables", param="storage"
+        )
+
+
+def _check_gateway(config: Config) -> None:
+    if not config.gateway.host:
+        raise ConfigError(
+            "gateway.host is empty: name an address, such as 127.0.0.1, or 0.0.0.0 for all",
+            param="gateway.host",
+        )
+    names = config.gateway.served_names
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"gateway.served_names = {list(names)}: names must differ and not be empty",
+            param="gateway.served_names",
         )
 
 

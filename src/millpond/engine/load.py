@@ -55,6 +55,7 @@ def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
         raise ConfigError(
             f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs"
         )
+    _check_device(device)
     files = locate_model(params.model)
     if is_v41(files):
         return load_v41_engine(files, params, device)
@@ -77,3 +78,10 @@ def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
         num_slots=int(params.max_num_seqs * _SLOT_SPARE_RATIO) + 1,
         max_model_len=max_model_len,
     )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used: {error}", param="group.device") from error

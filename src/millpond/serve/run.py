@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 
 from millpond.config.sections import Config
+from millpond.config.synthetic_params import SYNTHETIC
 from millpond.core.errors import ConfigError
+from millpond.engine.model_files import locate_model
 from millpond.serve.logs import configure_logging
 from millpond.serve.run_folder import make_run_folder, remove_run_folder
 from millpond.serve.supervisor import Supervisor
@@ -29,6 +31,7 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
 
     Raises:
         ConfigError: The run folder or a port cannot be used.
+        UnknownModel: There is no such model.
     """
     configure_logging(process="supervisor")
     stopping = threading.Event()
@@ -37,6 +40,8 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
     _require_free_port(config)
+    if config.engine.model != SYNTHETIC:
+        locate_model(config.engine.model)
     folder = make_run_folder(config)
     try:
         supervisor = Supervisor(config, folder, journal)

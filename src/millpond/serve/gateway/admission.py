@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millpond.config.gateway_params import GatewayParams
-from millpond.core.errors import OverloadError, RateLimited
+from millpond.core.errors import InvalidRequest, OverloadError, RateLimited
 from millpond.core.units import SECOND_NS, ceil_div
 from millpond.serve.gateway.tenants import Tenant
 
@@ -143,10 +143,11 @@ class Admission:
     def _check_tenant(self, tenant: Tenant, use: _Use, num_sequences: int) -> None:
         limit = tenant.params.max_sequences
         if limit and num_sequences > limit:
-            raise RateLimited(
-                f"the call has {num_sequences} sequences, this key may have {limit} in flight",
+            # Not 429: it would never be let through.
+            raise InvalidRequest(
+                f"`n` makes {num_sequences} sequences, this key may have {limit} in flight; ask for fewer",
                 code="tenant.sequences",
-                retry_after_s=1,
+                param="n",
             )
         if limit and use.num_sequences + num_sequences > limit:
             raise RateLimited(

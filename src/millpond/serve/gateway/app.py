@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import millpond
-from millpond.core.errors import MillpondError
+from millpond.core.errors import InvalidRequest, MillpondError
 from millpond.serve.gateway import openai_schema as schema
 from millpond.serve.gateway.bad_input import decode_body, refuse
 from millpond.serve.gateway.gateway import Gateway
@@ -61,8 +61,13 @@ def make_app(gateway: Gateway) -> ASGIApp:
         gateway.metrics.on_refused(error.code)
         return error_response(error)
 
+    def on_too_deep(request: Request, _error: RecursionError) -> Response:
+        error = InvalidRequest("the body is nested too deeply: flatten it", code="nested_too_deeply")
+        return on_error(request, error)
+
     handlers: dict[Any, Any] = {
         MillpondError: on_error,
+        RecursionError: on_too_deep,
         ClientGone: on_client_gone,
         HTTPException: on_http_error,
         Exception: on_bug,

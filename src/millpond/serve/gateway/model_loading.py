@@ -39,5 +39,6 @@ def make_served_model(names: tuple[str, ...], tokenizer: Tokenizer) -> ServedMod
         encode_chat=template.encode,
         decode=tokenizer.decode,
         token_bytes=tokenizer.token_bytes,
+        max_token_bytes=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         make_detokenizer=tokenizer.make_detokenizer,
     )

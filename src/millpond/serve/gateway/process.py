@@ -23,6 +23,7 @@ from millpond.core.errors import ConfigError, OverloadError
 from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.app import make_app
 from millpond.serve.gateway.gateway import Clocks, Gateway
+from millpond.serve.gateway.http_protocol import BoundedHttpProtocol
 from millpond.serve.gateway.link import ControllerLink
 from millpond.serve.gateway.model_loading import load_served_model
 from millpond.serve.gateway.served_model import ServedModel
@@ -106,7 +107,7 @@ async def serve_gateway(
         uvicorn.Config(
             make_app(gateway),
             loop="none",
-            http="httptools",
+            http=BoundedHttpProtocol,
             lifespan="off",
             ws="none",
             log_config=None,

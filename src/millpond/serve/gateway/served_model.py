@@ -42,4 +42,6 @@ class ServedModel:
     decode: Callable[[Sequence[int]], str]
     token_bytes: Callable[[int], bytes]
     """Bytes that a token stands for."""
+    max_token_bytes: int
+    """Length of the longest of them."""
     make_detokenizer: Callable[[], Detokenizer]

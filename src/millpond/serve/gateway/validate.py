@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +117,7 @@ def prepare_chat(
     # Before the work of rendering: a bad value should cost nothing.
     sampling = _sampling(request, model, seed=seed, num_logprobs=num_logprobs)
     stop = _stop_strings(request.stop)
+    _check_bytes("messages", [_text_of(message) for message in messages], model, max_model_len)
     prompt = model.encode_chat(messages, tools, True)
     max_tokens = _max_tokens(
         name, limit if asked is None else asked, (prompt,), "messages", max_model_len, default=None
@@ -139,6 +140,9 @@ def prepare_completion(
             refuse_unsupported("logprobs", "not together with `echo`; leave out one of them")
     sampling = _sampling(request, model, seed=seed, num_logprobs=num_logprobs)
     stop = _stop_strings(request.stop)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_bytes("prompt", [prompt], model, max_model_len)
     ids = tuple(_prompt_ids(prompt, model) for prompt in prompts)
     max_tokens = _max_tokens(
         "max_tokens", request.max_tokens, ids, "prompt", max_model_len, default=DEFAULT_COMPLETION_TOKENS
@@ -203,7 +207,7 @@ def _plain_tool_call(call: ToolCall, at: str) -> dict[str, Any]:
     # Templates expect the object, the API carries its text.
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         refuse(f"{at}.function.arguments", call.function.arguments, "give a JSON object as text")
@@ -319,6 +323,23 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     if len(kinds) > 1 or int in kinds:
         refuse("prompt", "a mixed list", "give one kind: text, texts, token ids or lists of token ids")
     return prompt  # type: ignore[return-value]
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _check_bytes(param: str, texts: list[str], model: ServedModel, max_model_len: int) -> None:
+    """Refuse text that cannot fit whatever its tokens are, before it costs the time to tokenise it."""
+    num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if num_bytes > max_model_len * model.max_token_bytes:
+        raise ContextTooLong(
+            f"`{param}` has {num_bytes} bytes: the model's context is {max_model_len} tokens of at most"
+            f" {model.max_token_bytes} bytes; shorten it",
+            code="context_length_exceeded",
+            param=param,
+        )
 
 
 def _prompt_ids(prompt: str | list[int], model: ServedModel) -> array[int]:

@@ -25,6 +25,9 @@ HandoffEvent: TypeAlias = HandoffSent | HandoffArrived | HandoffFailed | Handoff
 Key: TypeAlias = tuple[RequestId, int]
 """(request, attempt)."""
 
+CLOSED_BY_SENDER = "closed by the sender"
+"""Why of an abort that is no fault: the sequence ended on the prefill side, or its client left."""
+
 _IDENTITY = struct.Struct("<IIII")
 
 

@@ -23,7 +23,7 @@ from millpond.core.ids import BlockId, SlotId
 from millpond.core.plan import HandoffClose, HandoffSend
 from millpond.core.units import num_blocks_for
 from millpond.serve.transfer.frames import MAX_WHY_CHARS, Abort, Done, Finish, Frame, Open, Ready, Reject
-from millpond.serve.transfer.protocol import Action, Key, Pieces, Touches
+from millpond.serve.transfer.protocol import CLOSED_BY_SENDER, Action, Key, Pieces, Touches
 
 
 class _State(Enum):
@@ -143,7 +143,7 @@ class SendSide:
         key = (close.request_id, close.attempt)
         outbound = self._outbound.get(key)
         if outbound is not None:
-            self._give_up(outbound, "closed by the sender")
+            self._give_up(outbound, CLOSED_BY_SENDER)
         return self._touches.post(HandoffClosed(*key))
 
     def next_work(self, now_ns: int, connection: int, max_pieces: int) -> Work | None:

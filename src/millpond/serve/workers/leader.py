@@ -36,6 +36,7 @@ from millpond.core.ids import RequestId
 from millpond.core.plan import AbortOn, Assign, GroupPlan, Introduce, SequenceEnd, TokenOut
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.serve.rpc import Connected, Dealer, Network, Push, Wakeup, wait_any
+from millpond.serve.transfer.protocol import CLOSED_BY_SENDER
 from millpond.serve.workers.rank_runner import RankRunner, slice_for_rank
 from millpond.serve.workers.remote_rank import RemoteRanks
 
@@ -125,7 +126,9 @@ class Leader:
                 log.warning("leader.message_unexpected", kind=type(message).__name__)
 
     def _on_transfer_event(self, event: object) -> None:
-        if isinstance(event, HandoffFailed):
+        if isinstance(event, HandoffFailed) and event.why.endswith(CLOSED_BY_SENDER):
+            self._count("millpond_handoff_withdrawn_total")
+        elif isinstance(event, HandoffFailed):
             self._count("millpond_handoff_failed_total")
             log.warning("handoff.failed", request_id=event.request_id, attempt=event.attempt, why=event.why)
         elif isinstance(event, HandoffArrived):

@@ -72,6 +72,7 @@ def byte_model(*, supports_tools: bool = True) -> ServedModel:
         encode_chat=encode_chat,
         decode=lambda ids: b"".join(map(token_bytes, ids)).decode(errors="replace"),
         token_bytes=token_bytes,
+        max_token_bytes=8,
         make_detokenizer=ByteDetokenizer,
     )
 
