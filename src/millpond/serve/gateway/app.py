@@ -72,7 +72,9 @@ def make_app(gateway: Gateway) -> ASGIApp:
         HTTPException: on_http_error,
         Exception: on_bug,
     }
-    return RequestIdMiddleware(Starlette(routes=routes, exception_handlers=handlers))
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # a path we do not have is 404, in the shape of every other error
+    return RequestIdMiddleware(app)
 
 
 class _SmallRoutes:

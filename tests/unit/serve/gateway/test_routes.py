@@ -110,6 +110,12 @@ def test_version_health_and_openapi() -> None:
         assert path in document["paths"]
 
 
+def test_a_trailing_slash_is_another_path() -> None:
+    response = ask(make_gateway(FakeService(says("x"))), f"{CHAT}/", chat_body())
+    assert response.status_code == 404
+    assert response.json()["error"]["message"]
+
+
 def test_nothing_is_accepted_before_the_service_is_up() -> None:
     gateway = make_gateway(FakeService(says("x")), max_model_len=0)
     response = ask(gateway, CHAT, chat_body())
