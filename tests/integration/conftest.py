@@ -136,7 +136,8 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     def start(toml: str = "", *arguments: str) -> Service:
         # Socket paths are limited to 107 bytes, which pytest's own folders may exceed.
         run_dir = Path(tempfile.mkdtemp(prefix="mp-"))
-        folders.append(run_dir)
+        shm_dir = Path(tempfile.mkdtemp(prefix="mp-", dir=SHM))
+        folders.extend((run_dir, shm_dir))
         port = find_free_port()
         config_file = run_dir / "service.toml"
         config_file.write_text(toml)
@@ -144,6 +145,7 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
             f"supervise.run_dir={run_dir / 'run'}",
             f"supervise.state_dir={run_dir / 'state'}",
             "supervise.pin_cores=false",
+            f"transfer.shm_dir={shm_dir}",
             f"gateway.port={port}",
         )
         log_file = tmp_path / f"service-{port}.log"
@@ -161,7 +163,7 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     for service in services:
         service.stop()
         assert not Path(service.config.supervise.run_dir).exists(), "the run folder stayed behind"
-        left = [path.name for path in SHM.glob("millpond*") if f"-{service.process.pid}-" in path.name]
+        left = [path.name for path in Path(service.config.transfer.shm_dir).iterdir()]
         assert not left, f"shared memory stayed behind: {left}"
     for folder in folders:
         shutil.rmtree(folder)
