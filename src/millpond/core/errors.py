@@ -8,6 +8,9 @@
       TransientError         worth another try elsewhere: WorkerLost, TransferFailed, DeadlineExceeded
       DataError              bytes are not what they should be: ChecksumMismatch, WireVersionMismatch,
                              ModelFormatError
+      PoolError              the pool's answer to one extent: ExtentAbsent, WriteInProgress, ExtentLost,
+                             QuotaExceeded, StaleEpoch, NodeRefused; corrupt bytes are ChecksumMismatch,
+                             late ones DeadlineExceeded
       ConfigError            at start only; exit status 2
     InvariantBroken          our own bug; not a MillpondError, so that no handler swallows it
 
@@ -127,6 +130,40 @@ class WireVersionMismatch(DataError):
 
 class ModelFormatError(DataError):
     """A model file is missing, truncated or not what its config says."""
+
+
+class PoolError(MillpondError):
+    """The pool cannot do what was asked with this extent or node."""
+
+
+class ExtentAbsent(PoolError):
+    """No such extent: an ordinary miss where a caller insisted on a hit."""
+
+
+class WriteInProgress(PoolError):
+    """Another writer holds the put lease."""
+
+    retryable = True
+
+
+class ExtentLost(PoolError):
+    """Fewer than k shards can be read."""
+
+
+class QuotaExceeded(PoolError):
+    """The tenant's bytes or bytes per second are used up."""
+
+
+class StaleEpoch(PoolError):
+    """The location or the pool map is older than what the peer knows."""
+
+    retryable = True
+
+
+class NodeRefused(PoolError):
+    """A storage node is full, read-only or failing."""
+
+    retryable = True
 
 
 class ConfigError(MillpondError):

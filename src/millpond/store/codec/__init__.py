@@ -1,0 +1,1 @@
+"""Erasure code and checksums."""

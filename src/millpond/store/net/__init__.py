@@ -1,0 +1,1 @@
+"""Wire of the pool: frames, the servers' threads, the client's sockets."""

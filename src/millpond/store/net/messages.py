@@ -1,0 +1,219 @@
+"""Messages between clients, storage nodes, metadata shards and daemons that lend memory.
+
+A message travels as one frame (`store.net.framing`): kind, request id, this body as msgpack, then raw
+payload bytes that are never packed. Bodies are arrays of the fields in order; fields are only appended.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of every body."""
+
+
+class Hello(Message, frozen=True, array_like=True):
+    """First frame of a connection, both ways. `version` must be equal, and so must the cluster token."""
+
+    version: int
+    name: str
+    token: str = ""
+    boot: int = 0
+    """Changes with each start of the answering process."""
+
+
+class Failed(Message, frozen=True, array_like=True):
+    """Answer to any request that could not be honoured."""
+
+    code: str
+    """`absent`, `full`, `read_only`, `io`, `stale`, `quota`, `bad_request`, `redirect`, `busy`, `deadline`,
+    `version`."""
+    detail: str = ""
+    map_version: int = 0
+
+
+class Done(Message, frozen=True, array_like=True):
+    """Answer without content."""
+
+    count: int = 0
+
+
+class PutShard(Message, frozen=True, array_like=True):
+    """Store one shard. Payload: the record, header first, as `store.record` packs it."""
+
+    digest: bytes
+    num_blocks: int
+    shard: int
+    nonce: int
+
+
+class ReadShard(Message, frozen=True, array_like=True):
+    """Read rows `[begin_row, end_row)` of one shard, of each the first `num_columns` columns.
+
+    Answer `ShardData`.
+    """
+
+    digest: bytes
+    num_blocks: int
+    shard: int
+    nonce: int
+    begin_row: int
+    end_row: int
+    num_columns: int
+
+
+class ShardData(Message, frozen=True, array_like=True):
+    """Payload: `header_bytes` of record header, then the pieces of the rows asked for."""
+
+    header_bytes: int
+    generation: int
+    """Of the segment; equal before and after the read."""
+
+
+class CancelRead(Message, frozen=True, array_like=True):
+    """The answer to `request` is not wanted any more. Not answered."""
+
+    request: int
+
+
+class DropShard(Message, frozen=True, array_like=True):
+    """Forget one shard. Its bytes go with their segment."""
+
+    digest: bytes
+    num_blocks: int
+    shard: int
+    nonce: int
+
+
+class ListShards(Message, frozen=True, array_like=True):
+    """List the records of the node, `limit` headers from `cursor` on (0: the first). Answer `ShardList`."""
+
+    cursor: int
+    limit: int
+
+
+class ShardList(Message, frozen=True, array_like=True):
+    """Payload: whole record headers, one after the other."""
+
+    next_cursor: int
+    """0 at the end."""
+    header_bytes: tuple[int, ...]
+
+
+class NodeStatusQuery(Message, frozen=True, array_like=True):
+    """Answered from memory, without any disk I/O: this is the heartbeat."""
+
+
+class NodeStatus(Message, frozen=True, array_like=True):
+    """State of a storage node."""
+
+    node: str
+    boot: int
+    capacity_bytes: int
+    used_bytes: int
+    num_shards: int
+    targets_failed: tuple[int, ...]
+    accepts_writes: bool
+    written_bytes: int
+    read_bytes: int
+    queued_reads: int
+
+
+class Location(Message, frozen=True, array_like=True):
+    """Where an extent lies, as the index knows it. A hint: the reader validates what it gets."""
+
+    digest: bytes
+    num_blocks: int
+    epoch: int
+    group: int
+    nonce: int
+    missing: int = 0
+    """Bit j: shard j was not acknowledged by its writer."""
+    lineage: int = 0
+    """1: computed downstream of an approximate replay."""
+    dram_host: str = ""
+    """If set, the blocks lie in this host's memory and not in a stripe."""
+    dram_epoch: int = 0
+    dram_slots: tuple[tuple[int, int], ...] = ()
+    """Per block: (slot, generation)."""
+
+
+class Match(Message, frozen=True, array_like=True):
+    """Longest prefix of a chain. Payload: the 16-byte hashes of its blocks, in order. Answer `Matched`."""
+
+    tenant: int
+    root: bytes
+    """First 16 bytes of the root digest: the key domain."""
+    map_version: int
+
+
+class Matched(Message, frozen=True, array_like=True):
+    """Extents that cover blocks `[0, num_blocks)`; the last one may reach beyond."""
+
+    num_blocks: int
+    extents: tuple[Location, ...]
+    begins: tuple[int, ...]
+    """Per extent: index in the chain of its first block."""
+
+
+class Reserve(Message, frozen=True, array_like=True):
+    """Ask which of these extents to write. Payload: none. Answer `Reserved`."""
+
+    tenant: int
+    extents: tuple[tuple[bytes, int], ...]
+    """(digest, num_blocks)."""
+    num_bytes: tuple[int, ...]
+    """Logical bytes of each; charged to the tenant until commit or abort."""
+    holder: int
+    """The writer, 64 random bits; asking again renews."""
+
+
+class Reserved(Message, frozen=True, array_like=True):
+    """Per extent: lease in ns, 0 if it exists or another writer holds it."""
+
+    lease_ns: tuple[int, ...]
+
+
+class Commit(Message, frozen=True, array_like=True):
+    """Publish one extent. Payload: the 16-byte hashes of its blocks. First writer wins."""
+
+    tenant: int
+    root: bytes
+    location: Location
+    first_block: int
+    """Index in the chain of its first block."""
+    parent: bytes
+    """32-byte digest before its first block."""
+    num_bytes: int
+    holder: int
+    prefix: bytes = b""
+    """16-byte hashes of blocks 0 ... depth - 1, which choose the metadata shard."""
+
+
+class Abort(Message, frozen=True, array_like=True):
+    """Give up put leases."""
+
+    tenant: int
+    extents: tuple[tuple[bytes, int], ...]
+    holder: int
+
+
+class Forget(Message, frozen=True, array_like=True):
+    """Compare-and-delete: remove this location if the index still holds exactly it."""
+
+    tenant: int
+    root: bytes
+    location: Location
+    first_block: int
+    prefix: bytes = b""
+
+
+class MapQuery(Message, frozen=True, array_like=True):
+    """Answer: `MapAnswer`."""
+
+
+class MapAnswer(Message, frozen=True, array_like=True):
+    """Payload: the `PoolMap` as msgpack."""
+
+    version: int
