@@ -132,6 +132,22 @@ class ModelShape:
         return ratio + self.backtracking - 1
 
 
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """Sizes of the vision tower and the aligner."""
+
+    num_layers: int
+    hidden_size: int
+    width: int
+    """Of the inner layer of a block's MLP."""
+    patch_size: int
+    """Pixels of a patch's side; three colours."""
+    downsample: int
+    """Patches of a token's side."""
+    out_size: int
+    """Width of the text model's stream."""
+
+
 def window_row_bytes(shape: ModelShape, kv_format: KvFormat) -> int:
     """Bytes of one window row of one layer."""
     if kv_format is KvFormat.FP32:
