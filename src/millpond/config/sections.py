@@ -26,6 +26,7 @@ from millpond.config.transfer_params import TransferParams
 from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.dispatcher import DispatchParams
 from millpond.control.prefill_scheduler import PrefillParams
+from millpond.control.snapshot_holder import SnapshotParams
 from millpond.core.errors import ConfigError
 from millpond.policies.step_vote import StepVoteParams
 
@@ -58,6 +59,7 @@ class Config:
     transfer: TransferParams = field(default_factory=TransferParams)
     prefill: PrefillParams = field(default_factory=PrefillParams)
     decode: DecodeParams = field(default_factory=DecodeParams)
+    snapshot: SnapshotParams = field(default_factory=SnapshotParams)
     mixed: StepVoteParams = field(default_factory=StepVoteParams)
     dispatch: DispatchParams = field(default_factory=DispatchParams)
     supervise: SuperviseParams = field(default_factory=SuperviseParams)

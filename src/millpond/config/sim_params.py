@@ -35,5 +35,7 @@ class SimRankParams:
     """Blocks of 128 tokens."""
     num_slots: int = 32
     """State slots: most sequences that hold memory at once."""
+    num_snapshots: int = 0
+    """Snapshot buffers; 0 as for a model without window state."""
     max_model_len: int = 8192
     """Most tokens of one sequence, before the memory lowers it."""

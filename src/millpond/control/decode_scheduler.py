@@ -10,7 +10,7 @@ from millpond.control.request_fsm import Signal
 from millpond.core.blocks import Fit
 from millpond.core.events import SampledToken
 from millpond.core.ids import BlockId
-from millpond.core.plan import DecodeRow, HandoffReceive, RankPlan, SequenceStart, TokenOut
+from millpond.core.plan import DecodeRow, HandoffReceive, RankPlan, SequenceStart, StateCopy, TokenOut
 from millpond.core.sequence import Sequence, SequenceState, check_finish
 from millpond.core.units import BLOCK_TOKENS
 
@@ -119,27 +119,38 @@ class DecodeScheduler:
                 new_blocks[sequence.key] = blocks
         return new_blocks
 
-    def plan(self, new_blocks: dict[Key, tuple[BlockId, ...]]) -> RankPlan:
-        """One row per running sequence, in order of assignment."""
+    def plan(self, new_blocks: dict[Key, tuple[BlockId, ...]], num_steps: int) -> RankPlan:
+        """One row per running sequence, in order of assignment.
+
+        The state of those that the last of `num_steps` steps brings to a block border is kept.
+        """
         starts: list[SequenceStart] = []
         rows: list[DecodeRow] = []
+        keeps: list[StateCopy] = []
         for sequence in self._running():
             blocks = new_blocks[sequence.key]
             if not sequence.is_on_engine:
                 starts.append(self._rank.start_of(sequence))  # its table has the new blocks already
                 blocks = ()
             rows.append(DecodeRow(sequence.spec.request_id, sequence.num_tokens - 1, blocks))
+            end = sequence.num_tokens - 1 + num_steps
+            if end % BLOCK_TOKENS == 0 and self._rank.snapshots.num_buffers > 0:
+                keep = self._rank.keep_state(sequence, end, is_rolling=True)
+                keeps += [keep] if keep is not None else []
         return RankPlan(
             rank=self._rank.me.rank,
             forget=self._rank.outbox.take_forget(self._rank.me.rank),
             start=tuple(starts),
             rows=tuple(rows),
+            keep=tuple(keeps),
         )
 
-    def on_step_done(self, rows: tuple[DecodeRow, ...], sampled: tuple[SampledToken, ...]) -> None:
+    def on_step_done(self, plan: RankPlan, sampled: tuple[SampledToken, ...]) -> None:
         """Book a finished step; `sampled` is step-major when the plan spanned several steps."""
         rank = self._rank
         by_id = {s.spec.request_id: s for s in rank.lines[SequenceState.RUNNING].values()}
+        for keep in plan.keep:
+            rank.snapshots.commit(by_id[keep.request_id].key, keep.position, is_written=True)
         for token in sampled:
             sequence = by_id[token.request_id]
             spec = sequence.spec

@@ -19,6 +19,7 @@ from millpond.control.outbox import Outbox
 from millpond.control.prefill_scheduler import PrefillParams, PrefillScheduler
 from millpond.control.rank_state import Key, RankState
 from millpond.control.request_fsm import Signal
+from millpond.control.snapshot_holder import SnapshotHolder, SnapshotParams, SnapshotStats
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import (
     Aborted,
@@ -59,6 +60,8 @@ class GroupParams:
     """Decode half; unused by a prefill group."""
     vote: StepVoteParams = field(default_factory=StepVoteParams)
     """How a mixed group chooses its step."""
+    snapshot: SnapshotParams = field(default_factory=SnapshotParams)
+    """Snapshots of window state."""
 
 
 GroupEvent = (
@@ -97,8 +100,10 @@ class GroupScheduler:
             RankState(
                 RankRef(group, info.rank),
                 KvAllocator(info.num_blocks, info.num_slots),
+                SnapshotHolder(info.num_snapshots, params.snapshot.ttl_s),
                 self._outbox,
-                self.max_model_len,
+                max_model_len=self.max_model_len,
+                min_computed_tokens=info.min_computed_tokens,
             )
             for info in ranks
         ]
@@ -114,6 +119,8 @@ class GroupScheduler:
 
     def advance(self, now_ns: int, event: GroupEvent) -> None:
         """Take in one event. Unknown requests, old attempts and repeats are harmless."""
+        if self._running is None or isinstance(event, StepDone):
+            self._pass_time(now_ns)
         if isinstance(event, StepDone):
             self._on_step_done(event)
             held, self._held = self._held, []
@@ -123,6 +130,10 @@ class GroupScheduler:
             self._held.append(event)
         else:
             self._apply(event)
+
+    def _pass_time(self, now_ns: int) -> None:
+        for rank in self._ranks:
+            rank.snapshots.pass_time(now_ns)
 
     def _apply(self, event: GroupEvent) -> None:
         if isinstance(event, Assigned):
@@ -178,9 +189,9 @@ class GroupScheduler:
             plan.ranks, event.reports, self._prefills, self._decodes, strict=True
         ):
             if plan.kind is StepKind.PREFILL:
-                prefill.on_step_done(rank_plan.chunks, report.sampled)
+                prefill.on_step_done(rank_plan, report.sampled)
             else:
-                decode.on_step_done(rank_plan.rows, report.sampled)
+                decode.on_step_done(rank_plan, report.sampled)
 
     def _signal(self, key: Key, signal: Signal) -> None:
         found = self._find(key)
@@ -202,12 +213,13 @@ class GroupScheduler:
         A plan with ranks must be answered by `StepDone` before the next one is asked for.
 
         Args:
-            now_ns: Virtual or monotonic time; unused by the policies so far, part of the contract.
+            now_ns: Virtual or monotonic time.
             max_steps: A plan may span this many decode steps when nothing can change in between. A plan of
                 k steps has the same effect as k plans of one.
         """
         if self._running is not None:
             raise InvariantBroken(f"{self.group}: step {self._running.step} still runs")
+        self._pass_time(now_ns)
         self._admit()
         kind = self._pick_kind()
         ranks: tuple[RankPlan, ...] = ()
@@ -219,7 +231,7 @@ class GroupScheduler:
             if any(decode.wants_step for decode in self._decodes):
                 # Memory that preemption freed may admit somebody before the next step.
                 num_steps = 1 if has_preempted else self._decode_span(max_steps)
-                ranks = tuple(d.plan(r) for d, r in zip(self._decodes, room, strict=True))
+                ranks = tuple(d.plan(r, num_steps) for d, r in zip(self._decodes, room, strict=True))
         elif kind is StepKind.PREFILL:
             ranks = tuple(prefill.plan() for prefill in self._prefills)
         if not ranks and self._outbox.is_empty:
@@ -276,6 +288,10 @@ class GroupScheduler:
     def views(self) -> tuple[RankView, ...]:
         """Return the load of every rank."""
         return tuple(rank.view() for rank in self._ranks)
+
+    def snapshot_stats(self) -> tuple[SnapshotStats, ...]:
+        """Return what happened to the snapshots of every rank."""
+        return tuple(rank.snapshots.stats() for rank in self._ranks)
 
     def held_requests(self) -> tuple[tuple[RequestId, int], ...]:
         """Return (request, attempt) of every sequence that is not about to end."""

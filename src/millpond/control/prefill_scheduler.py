@@ -8,8 +8,17 @@ from millpond.control.rank_state import COMPUTING, RankState
 from millpond.control.request_fsm import Signal
 from millpond.core.blocks import Fit
 from millpond.core.events import SampledToken
-from millpond.core.plan import HandoffFinish, HandoffSend, PrefillChunk, RankPlan, SequenceStart, TokenOut
+from millpond.core.plan import (
+    HandoffFinish,
+    HandoffSend,
+    PrefillChunk,
+    RankPlan,
+    SequenceStart,
+    StateCopy,
+    TokenOut,
+)
 from millpond.core.sequence import Sequence, SequenceState, check_finish
+from millpond.core.units import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +93,57 @@ class PrefillScheduler:
         budget = self._params.max_step_tokens
         starts: list[SequenceStart] = []
         chunks: list[PrefillChunk] = []
+        restores: list[StateCopy] = []
+        keeps: list[StateCopy] = []
         for sequence in self._computing():
             if budget == 0:
                 break
-            begin = sequence.num_computed_tokens
-            end = min(begin + budget, sequence.num_tokens)
             if not sequence.is_on_engine:
                 starts.append(self._rank.start_of(sequence))
+                restore = self._rank.restore_state(sequence)
+                restores += [restore] if restore is not None else []
+            begin = sequence.num_computed_tokens
+            borders = self._borders(sequence)
+            end = min(begin + budget, sequence.num_tokens)
+            end = min((border for border in borders if begin < border < end), default=end)
             chunks.append(
                 PrefillChunk(sequence.spec.request_id, begin, end, is_last=end == sequence.num_tokens)
             )
+            if end in borders:
+                keep = self._rank.keep_state(sequence, end, is_rolling=False)
+                keeps += [keep] if keep is not None else []
             budget -= end - begin
         return RankPlan(
             rank=self._rank.me.rank,
             forget=self._rank.outbox.take_forget(self._rank.me.rank),
             start=tuple(starts),
             chunks=tuple(chunks),
+            restore=tuple(restores),
+            keep=tuple(keeps),
         )
 
-    def on_step_done(self, chunks: tuple[PrefillChunk, ...], sampled: tuple[SampledToken, ...]) -> None:
+    def on_step_done(self, plan: RankPlan, sampled: tuple[SampledToken, ...]) -> None:
         """Book a finished step. `sampled` holds one token per last chunk, in order."""
         tokens = iter(sampled)
         by_id = {s.spec.request_id: s for s in self._computing()}
-        for chunk in chunks:
+        for keep in plan.keep:
+            self._rank.snapshots.commit(by_id[keep.request_id].key, keep.position, is_written=True)
+        for chunk in plan.chunks:
             sequence = by_id[chunk.request_id]
             self._rank.set_computed(sequence, chunk.end)
             if chunk.is_last:
                 self._on_computed(sequence, next(tokens))
+
+    def _borders(self, sequence: Sequence) -> set[int]:
+        """Positions where a chunk must end because the state is copied before it moves on.
+
+        They are the last block border of the prompt and its branch points; none for a model without state.
+        """
+        if self._rank.snapshots.num_buffers == 0:
+            return set()
+        last = sequence.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        points = sequence.spec.branch_points
+        return {last, *(point for point in points if point < last and point % BLOCK_TOKENS == 0)} - {0}
 
     def _computing(self) -> list[Sequence]:
         lines = self._rank.lines

@@ -9,8 +9,9 @@ from __future__ import annotations
 from millpond.control.kv_allocator import KvAllocator
 from millpond.control.outbox import Outbox
 from millpond.control.request_fsm import Signal, next_state
+from millpond.control.snapshot_holder import SnapshotHolder
 from millpond.core.ids import RankRef
-from millpond.core.plan import HandoffClose, SequenceEnd, SequenceStart
+from millpond.core.plan import HandoffClose, SequenceEnd, SequenceStart, StateCopy
 from millpond.core.request import FinishReason
 from millpond.core.sequence import Sequence, SequenceState
 from millpond.core.views import RankView
@@ -34,11 +35,22 @@ class RankState:
     entered the state.
     """
 
-    def __init__(self, me: RankRef, memory: KvAllocator, outbox: Outbox, max_model_len: int) -> None:
+    def __init__(
+        self,
+        me: RankRef,
+        memory: KvAllocator,
+        snapshots: SnapshotHolder,
+        outbox: Outbox,
+        *,
+        max_model_len: int,
+        min_computed_tokens: int,
+    ) -> None:
         self.me = me
         self.memory = memory
+        self.snapshots = snapshots
         self.outbox = outbox
         self.max_model_len = max_model_len
+        self.min_computed_tokens = min_computed_tokens
         self.lines: dict[SequenceState, dict[Key, Sequence]] = {
             state: {} for state in SequenceState if state is not SequenceState.ENDED
         }
@@ -78,6 +90,25 @@ class RankState:
             slot=slot,
         )
 
+    def keep_state(self, sequence: Sequence, position: int, *, is_rolling: bool) -> StateCopy | None:
+        """Order a copy of a sequence's state once the step being planned is computed, if there is room."""
+        slot = sequence.kv.slot
+        assert slot is not None  # noqa: S101 - only sequences with memory are computed
+        buffer = self.snapshots.take(sequence.key, position, is_rolling=is_rolling)
+        return None if buffer is None else StateCopy(sequence.spec.request_id, position, slot, buffer)
+
+    def restore_state(self, sequence: Sequence) -> StateCopy | None:
+        """Let a sequence that starts begin after its request's `resume`, if that snapshot is still there."""
+        slot, resume = sequence.kv.slot, sequence.spec.resume
+        assert slot is not None  # noqa: S101 - only sequences with memory are started
+        if resume is None or not 0 < resume.position <= sequence.num_tokens - self.min_computed_tokens:
+            return None
+        buffer = self.snapshots.use(resume.request_id, resume.position)
+        if buffer is None:
+            return None
+        self.set_computed(sequence, resume.position)
+        return StateCopy(sequence.spec.request_id, resume.position, slot, buffer)
+
     def set_computed(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Note prefill progress."""
         self._queued_tokens -= num_computed_tokens - sequence.num_computed_tokens
@@ -107,6 +138,7 @@ class RankState:
             if sequence.holds_memory:
                 self._kv_tokens -= sequence.num_tokens
             self.memory.release(sequence)
+            self.snapshots.hand_over(key)
             return new
         if new is SequenceState.CLOSING:
             self.outbox.closes.append(
@@ -152,7 +184,7 @@ class RankState:
 
     def check(self) -> list[str]:
         """Return violated laws of this rank."""
-        problems = self.memory.check()
+        problems = self.memory.check() + self.snapshots.check()
         holders = [s for state in HOLDING for s in self.lines[state].values()]
         blocks = sum(len(s.kv.block_table) for s in holders)
         memory = self.memory

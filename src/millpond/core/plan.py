@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from millpond.core.ids import BlockId, DpRank, GroupId, RankRef, RequestId, SlotId
+from millpond.core.ids import BlockId, BufferId, DpRank, GroupId, RankRef, RequestId, SlotId
 from millpond.core.request import FinishReason, RequestSpec, SamplingParams, TokenIds
 
 
@@ -69,10 +69,21 @@ class DecodeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank's part of one step. All four may be empty: an idle rank of a busy group.
+class StateCopy:
+    """Copy a sequence's state between its slot and a snapshot buffer of the rank."""
 
-    Order of execution: `forget`, `start`, then chunks or rows.
+    request_id: RequestId
+    position: int
+    """Leading tokens that the state stands for. The slot may have gone on by as many as a ring looks back."""
+    slot: SlotId
+    buffer: BufferId
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of one step. All may be empty: an idle rank of a busy group.
+
+    Order of execution: `forget`, `start`, `restore`, chunks or rows, `keep`.
     """
 
     rank: DpRank
@@ -81,6 +92,10 @@ class RankPlan:
     start: tuple[SequenceStart, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
+    restore: tuple[StateCopy, ...] = ()
+    """Buffer to slot, before a sequence's first chunk, which begins at `position`."""
+    keep: tuple[StateCopy, ...] = ()
+    """Slot to buffer, once the step is computed."""
 
 
 @dataclass(frozen=True, slots=True)

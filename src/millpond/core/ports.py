@@ -35,9 +35,14 @@ class Engine(Protocol):
     """State slots; ids are 0 ... num_slots - 1."""
     vocab_size: int
     max_model_len: int
+    min_computed_tokens: int
+    """Last known tokens that a prefill computes however much is there already, >= 1."""
 
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
-        """Carry out one step of this rank. One `SampledToken` per last chunk and per row, in plan order."""
+        """Carry out one step of this rank. One `SampledToken` per last chunk and per row, in plan order.
+
+        `restore` and `keep` are the caller's: it moves the bytes with `write_state` and `read_state`.
+        """
         ...
 
     def read_row(self, block: BlockId, row: int) -> memoryview:

@@ -82,6 +82,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """Where the prefill of a request may begin: after tokens whose block KV its blocks will hold, with a
+    snapshot of the state at their end.
+
+    If the snapshot is gone the prefill begins at 0, which is slower and gives the same text.
+    """
+
+    request_id: RequestId
+    """Whose state was kept; its leading tokens are the same."""
+    position: int
+    """Leading tokens, a multiple of 128."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One sequence to generate, as the gateway submits it.
 
@@ -104,6 +118,10 @@ class RequestSpec:
     slo: SloClass = SloClass.SILVER
     priority: int = 0
     """Lower runs earlier among requests of the same class."""
+    branch_points: tuple[int, ...] = ()
+    """Multiples of 128 where other prompts may part from this one: the state is kept there too, if the
+    model has any. Others mean nothing."""
+    resume: Resume | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -75,6 +75,7 @@ class LlamaEngine:
         self.num_slots = num_slots
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len
+        self.min_computed_tokens = 1
         self._config = config
         self._embedding = weights.embedding
         self._kv = kv

@@ -30,6 +30,7 @@ from millpond.serve.workers.engines import make_engine
 from millpond.serve.workers.leader import Leader, LeaderIdentity
 from millpond.serve.workers.rank_runner import RankRunner
 from millpond.serve.workers.remote_rank import RemoteRanks, rank_identity, run_rank
+from millpond.serve.workers.snapshot_buffers import SnapshotBuffers
 
 PR_SET_PDEATHSIG = 1
 EXIT_CONFIG = 2
@@ -146,7 +147,7 @@ def _lead(
         router = Router(network, folder.group_socket(name))
         others = RemoteRanks(router, tuple(DpRank(rank) for rank in range(1, group.ranks)))
         infos += others.wait_until_up(config.supervise.start_deadline_s)
-    params = GroupParams(config.prefill, config.decode, config.mixed)
+    params = GroupParams(config.prefill, config.decode, config.mixed, config.snapshot)
     setup = GroupSetup(name, group.role, infos, runner.engine.max_model_len, params)
     identity = LeaderIdentity(spec.incarnation, config.engine.max_num_seqs)
     with (
@@ -176,7 +177,8 @@ def _make_runner(
         receiver = HandoffReceiver(
             engine, _data_address(config, folder, group, rank), token, config.transfer, post
         )
-    return RankRunner(rank, engine, sender, receiver)
+    snapshots = SnapshotBuffers(engine.layout.state_bytes, config.snapshot.memory)
+    return RankRunner(rank, engine, sender, receiver, snapshots)
 
 
 def _data_address(config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank) -> str:

@@ -188,7 +188,8 @@ class Cluster:
         role, num_ranks = self._roles[group]
         rank = self.shape.rank
         ranks = tuple(
-            RankInfo(DpRank(i), f"{group}/{i}", rank.num_blocks, rank.num_slots) for i in range(num_ranks)
+            RankInfo(DpRank(i), f"{group}/{i}", rank.num_blocks, rank.num_slots, rank.num_snapshots)
+            for i in range(num_ranks)
         )
         incarnation = self._incarnate(group)
         setup = GroupSetup(group, role, ranks, rank.max_model_len, self.shape.group)

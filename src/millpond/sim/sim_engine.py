@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import RankReport, SampledToken
-from millpond.core.ids import BlockId, RequestId
-from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
+from millpond.core.ids import BlockId, BufferId, RequestId, SlotId
+from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart, StateCopy
 from millpond.core.request import SamplingParams, TokenIds
 from millpond.core.units import BLOCK_TOKENS
 
@@ -35,6 +35,7 @@ class _Known:
     token_ids: TokenIds
     num_prompt_tokens: int
     num_computed_tokens: int
+    slot: SlotId
     block_table: list[BlockId]
 
 
@@ -44,6 +45,8 @@ class SimEngine:
     def __init__(self) -> None:
         self._known: dict[RequestId, _Known] = {}
         self._owner_by_block: dict[BlockId, RequestId] = {}
+        self._tokens_by_buffer: dict[BufferId, TokenIds] = {}
+        """Tokens whose state each snapshot buffer holds."""
 
     @property
     def num_sequences(self) -> int:
@@ -60,12 +63,29 @@ class SimEngine:
             self._forget(request_id)
         for start in plan.start:
             self._start(start)
+        for copy in plan.restore:
+            self._restore(copy)
         sampled = [token for chunk in plan.chunks if (token := self._compute(chunk)) is not None]
         for row in plan.rows:
             self._own(row.request_id, self._find(row.request_id), row.new_blocks)
         for step in range(num_steps):
             sampled += [self._decode(row, step) for row in plan.rows]
+        for copy in plan.keep:
+            self._keep(copy)
         return RankReport(plan.rank, tuple(sampled))
+
+    def _restore(self, copy: StateCopy) -> None:
+        known = self._find(copy.request_id)
+        kept = self._tokens_by_buffer.get(copy.buffer)
+        if known.slot != copy.slot or known.num_computed_tokens or kept != known.token_ids[: copy.position]:
+            raise InvariantBroken(f"{copy} does not fit {copy.request_id}")
+        known.num_computed_tokens = copy.position
+
+    def _keep(self, copy: StateCopy) -> None:
+        known = self._find(copy.request_id)
+        if known.slot != copy.slot or known.num_computed_tokens != copy.position:
+            raise InvariantBroken(f"{copy}: {copy.request_id} is at {known.num_computed_tokens}")
+        self._tokens_by_buffer[copy.buffer] = known.token_ids[: copy.position]
 
     def _forget(self, request_id: RequestId) -> None:
         known = self._known.pop(request_id, None)
@@ -75,7 +95,7 @@ class SimEngine:
     def _start(self, start: SequenceStart) -> None:
         if start.request_id in self._known:
             raise InvariantBroken(f"{start.request_id} was started twice")
-        known = _Known(start.sampling, start.token_ids[:], start.num_prompt_tokens, 0, [])
+        known = _Known(start.sampling, start.token_ids[:], start.num_prompt_tokens, 0, start.slot, [])
         # A sequence that came by handoff lacks the KV of its newest token only; a row will say so.
         self._known[start.request_id] = known
         self._own(start.request_id, known, start.block_table)

@@ -129,6 +129,7 @@ class V41Engine:
         self.num_slots = memory.num_slots
         self.vocab_size = shape.vocab_size
         self.max_model_len = max_model_len
+        self.min_computed_tokens = max(1, num_kept_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
@@ -181,6 +182,11 @@ class V41Engine:
             )
         if not sequence.has_run and chunk.write_begin > chunk.begin:
             sequence.window_begin = chunk.begin  # windows below are lost and not rebuilt
+        elif not sequence.has_run and chunk.begin > 0 and chunk.begin + self.min_computed_tokens > known:
+            raise InvariantBroken(
+                f"chunk [{chunk.begin}, {chunk.end}) is the first of {chunk.request_id}; the last"
+                f" {self.min_computed_tokens} of {known} tokens must be computed"
+            )
         piece = self._piece(chunk.request_id, sequence, chunk.begin, chunk.end, is_sampled=chunk.is_last)
         return replace(piece, span=replace(piece.span, write_begin=chunk.write_begin))
 

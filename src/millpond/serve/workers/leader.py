@@ -237,6 +237,10 @@ class Leader:
             if side is not None:
                 name = "send" if side is self._own.sender else "receive"
                 values |= {f"millpond_handoff_{name}_{k}": float(v) for k, v in asdict(side.stats()).items()}
+        for stats in self._scheduler.snapshot_stats():
+            for what, number in asdict(stats).items():
+                name = f"millpond_snapshots_{what}"
+                values[name] = values.get(name, 0) + number
         return Telemetry(
             self._scheduler.group, self._identity.incarnation, os.getpid(), tuple(sorted(values.items()))
         )

@@ -15,6 +15,7 @@ from millpond.core.ports import Engine
 from millpond.core.units import BLOCK_TOKENS, ceil_div
 from millpond.serve.transfer.receiver import HandoffReceiver
 from millpond.serve.transfer.sender import HandoffSender
+from millpond.serve.workers.snapshot_buffers import SnapshotBuffers
 
 
 def slice_for_rank(plan: GroupPlan, rank: DpRank) -> GroupPlan:
@@ -56,12 +57,14 @@ class RankRunner:
     Args:
         sender: None on decode-only ranks.
         receiver: None on prefill-only ranks.
+        snapshots: Host memory for copies of state slots.
     """
 
     rank: DpRank
     engine: Engine
     sender: HandoffSender | None
     receiver: HandoffReceiver | None
+    snapshots: SnapshotBuffers
     _attempts: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
     """Attempt of each sequence that is being sent."""
 
@@ -69,7 +72,14 @@ class RankRunner:
     def info(self) -> RankInfo:
         """Fixed facts of this rank."""
         address = self.receiver.address if self.receiver is not None else ""
-        return RankInfo(self.rank, address, self.engine.num_blocks, self.engine.num_slots)
+        return RankInfo(
+            rank=self.rank,
+            data_address=address,
+            num_blocks=self.engine.num_blocks,
+            num_slots=self.engine.num_slots,
+            num_snapshots=len(self.snapshots),
+            min_computed_tokens=self.engine.min_computed_tokens,
+        )
 
     def carry_out(self, plan: GroupPlan) -> RankReport | None:
         """Do what a slice says; returns the report if it contains a step."""
@@ -77,7 +87,12 @@ class RankRunner:
         if not plan.ranks:
             return None
         (part,) = plan.ranks
-        return self.engine.execute(part, self._progress(part))
+        for copy in part.restore:
+            self.engine.write_state(copy.slot, self.snapshots.read(copy.buffer))
+        report = self.engine.execute(part, self._progress(part))
+        for copy in part.keep:
+            self.snapshots.write(copy.buffer, self.engine.read_state(copy.slot))
+        return report
 
     def _order_transfers(self, plan: GroupPlan) -> None:
         if self.sender is not None:
