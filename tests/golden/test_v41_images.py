@@ -32,8 +32,8 @@ def make_tower(case):
     root = golden_folder(case.folder)
     assert root is not None
     config = case.model.config
-    with Checkpoint([root / "weights.safetensors"]) as checkpoint:
-        return VisionTower(config.vision, load_vision(checkpoint, config, config.vision), case.model.numerics)
+    with Checkpoint([root / "weights.safetensors"], config) as checkpoint:
+        return VisionTower(config.vision, load_vision(checkpoint, config.vision), case.model.numerics)
 
 
 def patches_of(folder, image):

@@ -33,8 +33,8 @@ def tiny_weights(folder):
     config = load_config(root / "config.json")
     vocab = json.loads((root / "vocab.json").read_text(encoding="utf-8"))
     token_map = compress_vocabulary((token["text"], token["piece"]) for token in vocab["tokens"])
-    with Checkpoint([root / "weights.safetensors"]) as checkpoint:
-        return config, load_model_weights(checkpoint, config, lambda: None), token_map
+    with Checkpoint([root / "weights.safetensors"], config) as checkpoint:
+        return config, load_model_weights(checkpoint, config), token_map
 
 
 @lru_cache(maxsize=8)

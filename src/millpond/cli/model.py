@@ -33,14 +33,9 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="Of all weights.")] = 0,
 ) -> None:
     """Write a random checkpoint with tokenizer, in the published format."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from millpond.engine.model.config import load_config, read_config
+    from millpond.engine.model.config import read_config
     from millpond.engine.model.init import init_checkpoint
-    from millpond.engine.model.load import num_load_steps
+    from millpond.serve.loading_bar import loading_bar
 
-    total = num_load_steps(load_config(config))
-    with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("layers", total=total)
-        init_checkpoint(read_config(config), out, seed, lambda: progress.advance(bar))
+    with loading_bar("writing") as show:
+        init_checkpoint(read_config(config), out, seed, show)

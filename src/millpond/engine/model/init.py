@@ -1,28 +1,30 @@
-"""Write a random checkpoint in the published format, at any size that fits one layer in memory.
-
-The loader itself says which tensors there are: it reads from a source that makes them up and keeps them.
-"""
+"""Write a random checkpoint in the published format, at any size: slice by slice, in little memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch.nn import functional
 
 from millpond.core.errors import ConfigError
-from millpond.engine.model.config import parse_config
+from millpond.engine.model.config import V41Config, parse_config
 from millpond.engine.model.formats import power_of_two_scales, quantise_fp4_index, quantise_fp8
 from millpond.engine.model.init_tokenizer import make_tokenizer
+from millpond.engine.model.tensors import Weight, WeightKind, all_weights, stored_bytes
 from millpond.engine.model.token_map import token_map_of
-from millpond.engine.model.vision import load_vision
-from millpond.engine.model.weights import load_model_weights
+from millpond.engine.progress import ByteCounter, ShowProgress, show_nothing
+from millpond.engine.safetensors_writer import ShardWriter
 
-_FLOAT32 = ("hc_attn_", "hc_ffn_", "attn_sink", "gate.bias")
+_SLICE_VALUES = 1 << 20
+"""About as many random values lie in memory at once. Part of what a seed means: each slice has its own."""
+_TILE = 32
 _NORM_GAINS = {"attn_norm": 0.025, "ffn_norm": 0.35, "kv_norm": 0.4, "compressor.norm": 0.6, "k_norm": 0.5}
 """Gains far from 1, as trained models have them: with 1 a random stack would amplify every rounding."""
 _SPREADS = {
@@ -42,124 +44,125 @@ _ABSOLUTE = ("embed", "image_", "attn_sink", "gate.bias", "_base", "_scale")
 """Tensors whose spread does not shrink with their width."""
 
 
-class RandomSource:
-    """Makes up every tensor that is asked for, and writes them in shards."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        """Write into `folder`, which exists; equal seeds give equal tensors, in any order of asking."""
-        self._folder = folder
-        self._seed = seed
-        self._shard: dict[str, torch.Tensor] = {}
-        self._shards: list[dict[str, torch.Size]] = []
-        self._num_bytes = 0
-
-    def plain(self, name: str, *size: int) -> torch.Tensor:
-        """See `TensorSource.plain`; returns a tensor without values."""
-        dtype = torch.float32 if any(part in name for part in _FLOAT32) else torch.bfloat16
-        self._keep(name, self._values(name, size).to(dtype))
-        return torch.empty(size, device="meta")
-
-    def fp8(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """See `TensorSource.fp8`; returns a tensor without values."""
-        values = self._values(name, (rows, columns))
-        padded = torch.nn.functional.pad(values, (0, -columns % 32, 0, -rows % 32))
-        tiles = padded.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
-        scales = power_of_two_scales(tiles.abs().amax((1, 3)).clamp_min(1e-4), 448.0)
-        divisors = torch.exp2(scales.float() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)
-        data = (values / divisors[:rows, :columns]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        self._keep_pair(name, data, scales)
-        return torch.empty(rows, columns, device="meta")
-
-    def fp4(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """See `TensorSource.fp4`; returns a tensor without values."""
-        data, scales = quantise_fp4_index(self._values(name, (rows, columns)))
-        self._keep_pair(name, data.view(torch.int8), scales)
-        return torch.empty(rows, columns, device="meta")
-
-    def table(self, name: str, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TensorSource.table`; returns tensors without values."""
-        data, scales = quantise_fp8(self._values(name, (rows, width)))
-        self._keep_pair(name, data.view(torch.float8_e4m3fn), scales)
-        return torch.empty(rows, width, device="meta"), torch.empty(rows, width // 32, device="meta")
-
-    def flush(self) -> None:
-        """Write what was made since the last call as one shard."""
-        if not self._shard:
-            return
-        save_file(self._shard, self._folder / f"part-{len(self._shards)}.safetensors")
-        self._shards.append({name: tensor.shape for name, tensor in self._shard.items()})
-        self._num_bytes += sum(t.numel() * t.element_size() for t in self._shard.values())
-        self._shard = {}
-
-    def finish(self) -> None:
-        """Write the rest, give the shards their final names, write the index."""
-        self.flush()
-        count = len(self._shards)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self._folder / f"part-{number}.safetensors").replace(self._folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(self._folder / "model.safetensors.index.json", index)
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self._shard[name] = tensor.contiguous()
-
-    def _keep_pair(self, name: str, data: torch.Tensor, scales: torch.Tensor) -> None:
-        self._keep(f"{name}.weight", data)
-        self._keep(f"{name}.scale", scales.view(torch.float8_e8m0fnu))
-
-    def _values(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        values = torch.randn(size, generator=noise)
-        gain = next((gain for part, gain in _NORM_GAINS.items() if part in name), 1.0)
-        if "norm" in name or name.endswith(("q_weight", "k_weight")):
-            return (1 + 0.1 * values) * gain
-        spread = next((spread for part, spread in _SPREADS.items() if part in name), 1.0)
-        if any(part in name for part in _ABSOLUTE):
-            return values * (0.1 if name.endswith("gate.bias") else 0.5 if "embed" not in name else spread)
-        return values * spread / max(size[-1], 1) ** 0.5
-
-
 def init_checkpoint(
-    values: Mapping[str, Any], folder: Path, seed: int, advance: Callable[[], None] = lambda: None
+    values: Mapping[str, Any], folder: Path, seed: int, show: ShowProgress = show_nothing
 ) -> None:
     """Write a random checkpoint with config, index, shards and tokenizer.
 
     Args:
         values: A config record, HF field names; a null `engram_compressed_vocab_size` is filled in.
         folder: Made if need be; must be empty.
-        seed: Of all weights.
-        advance: Called after each layer.
+        seed: Of all weights. A tensor's bytes follow from seed, name and size alone.
+        show: Told how far it is.
 
     Raises:
         ModelFormatError: The config is no V4.1 config.
-        ConfigError: The folder is not empty.
+        ConfigError: The folder is not empty, too small, or cannot be written.
     """
-    parse_config(values)
+    config = parse_config(values)
+    try:
+        _make_folder(folder, stored_bytes(all_weights(config)))
+        make_tokenizer(config).save(folder)
+        size = int(token_map_of(folder / "tokenizer.json").max()) + 1
+        text = {**values["text_config"], "engram_compressed_vocab_size": size}
+        _write_weights(config, folder, seed, show)
+        # last, so that what was cut short is no checkpoint
+        _write_json(folder / "config.json", {**values, "text_config": text})
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}", param="out") from error
+
+
+def _make_folder(folder: Path, num_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ConfigError(f"{folder.name} is not empty", param="out")
-    values = json.loads(json.dumps(values))
-    tokenizer = make_tokenizer(parse_config(values))
-    tokenizer.save(folder)
-    values["text_config"]["engram_compressed_vocab_size"] = (
-        int(token_map_of(folder / "tokenizer.json").max()) + 1
-    )
-    _write_json(folder / "config.json", values)
-    config = parse_config(values)
-    source = RandomSource(folder, seed)
+        raise ConfigError(f"{folder} is not empty", param="out")
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigError(f"{folder}: {free:,} bytes are free, the weights take {num_bytes:,}", param="out")
 
-    def next_shard() -> None:
-        source.flush()
-        advance()
 
-    load_model_weights(source, config, next_shard)
-    if config.vision is not None:
-        load_vision(source, config, config.vision)
-    source.finish()
+def _write_weights(config: V41Config, folder: Path, seed: int, show: ShowProgress) -> None:
+    """Write a shard for each layer and stage, one for the rest, and the index."""
+    counter = ByteCounter(stored_bytes(all_weights(config)), show)
+    shards = [list(weights) for _, weights in groupby(all_weights(config), _owner)]
+    weight_map: dict[str, str] = {}
+    for number, weights in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = [tensor for weight in weights for tensor in weight.stored()]
+        layout = {tensor.name: (tensor.dtypes[0], tensor.shape) for tensor in tensors}
+        with ShardWriter(folder / file, layout) as shard:
+            for weight in weights:
+                for piece in _random_pieces(weight, seed):
+                    for tensor, data in zip(weight.stored(), piece, strict=True):
+                        data_bytes = data.contiguous().view(torch.uint8).numpy().data.cast("B")
+                        shard.append(tensor.name, data_bytes)
+                        counter.advance(len(data_bytes))
+        weight_map |= dict.fromkeys(layout, file)
+    index = {
+        "metadata": {"total_size": stored_bytes(all_weights(config))},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _owner(weight: Weight) -> str:
+    """The layer or stage that a weight belongs to."""
+    first, second, *_ = (*weight.name.split("."), "")
+    return f"{first}.{second}" if first in ("layers", "mtp") else ""
+
+
+def _random_pieces(weight: Weight, seed: int) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Stored tensors of a weight, slice of rows after slice of rows."""
+    *rows, columns = weight.size
+    num_rows = rows[0] if rows else 1
+    step = max(_SLICE_VALUES // columns // _TILE, 1) * _TILE
+    for number, begin in enumerate(range(0, num_rows, step)):
+        count = min(step, num_rows - begin)
+        values = _spread(weight, _noise(f"{seed}/{weight.name}/{number}", count, columns))
+        yield _encode(weight.kind, values)
+
+
+def _noise(name: str, rows: int, columns: int) -> torch.Tensor:
+    digest = hashlib.sha256(name.encode()).digest()
+    chance = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(rows, columns, generator=chance)
+
+
+def _spread(weight: Weight, values: torch.Tensor) -> torch.Tensor:
+    """Give values the spread that trained weights of this name have."""
+    name = weight.name
+    gain = next((gain for part, gain in _NORM_GAINS.items() if part in name), 1.0)
+    if "norm" in name or name.endswith(("q_weight", "k_weight")):
+        return (1 + 0.1 * values) * gain
+    spread = next((spread for part, spread in _SPREADS.items() if part in name), 1.0)
+    if any(part in name for part in _ABSOLUTE):
+        return values * (0.1 if name.endswith("gate.bias") else 0.5 if "embed" not in name else spread)
+    return values * spread / max(weight.size[-1], 1) ** 0.5
+
+
+def _encode(kind: WeightKind, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    match kind:
+        case WeightKind.BF16:
+            return (values.bfloat16(),)
+        case WeightKind.FP32:
+            return (values,)
+        case WeightKind.FP8:
+            return _quantise_tiles(values)
+        case WeightKind.FP4:
+            return quantise_fp4_index(values)
+        case WeightKind.TABLE:
+            return quantise_fp8(values)
+
+
+def _quantise_tiles(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 values of [rows, columns] and an E8M0 scale for each 32 x 32 tile."""
+    rows, columns = values.shape
+    padded = functional.pad(values, (0, -columns % _TILE, 0, -rows % _TILE))
+    tiles = padded.unflatten(0, (-1, _TILE)).unflatten(2, (-1, _TILE))
+    scales = power_of_two_scales(tiles.abs().amax((1, 3)).clamp_min(1e-4), 448.0)
+    divisors = torch.exp2(scales.float() - 127).repeat_interleave(_TILE, 0).repeat_interleave(_TILE, 1)
+    data = (values / divisors[:rows, :columns]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return data, scales
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,15 @@ import torch
 from millpond.config.engine_params import EngineParams
 from millpond.core.errors import ConfigError
 from millpond.engine.model.checkpoint import Checkpoint
-from millpond.engine.model.config import V41Config, load_config
+from millpond.engine.model.config import load_config
 from millpond.engine.model.engine import V41Engine, plan_memory
 from millpond.engine.model.model import V41Model
 from millpond.engine.model.numerics import BF16, FP32, Numerics
+from millpond.engine.model.tensors import language_weights, stored_bytes
 from millpond.engine.model.token_map import load_token_map
 from millpond.engine.model.weights import load_model_weights
 from millpond.engine.model_files import ModelFiles
+from millpond.engine.progress import ByteCounter, ShowProgress, show_nothing
 
 _NUMERICS = {"auto": BF16, "bf16": BF16, "fp32": FP32}
 
@@ -42,7 +43,7 @@ def load_model(
     weight_files: tuple[Path, ...],
     numerics: Numerics,
     device: torch.device,
-    advance: Callable[[], None],
+    show: ShowProgress = show_nothing,
 ) -> V41Model:
     """Load config, tokenizer and weights of a checkpoint folder.
 
@@ -51,8 +52,9 @@ def load_model(
     """
     config = load_config(root / "config.json")
     token_map = load_token_map(root / "tokenizer.json", config)
-    with Checkpoint(weight_files, device) as checkpoint:
-        weights = load_model_weights(checkpoint, config, advance)
+    counter = ByteCounter(stored_bytes(language_weights(config)), show)
+    with Checkpoint(weight_files, config, device, counter.advance) as checkpoint:
+        weights = load_model_weights(checkpoint, config)
     return V41Model(config, weights, numerics, token_map)
 
 
@@ -62,7 +64,7 @@ def load_v41_engine(
     device: str = "cpu",
     *,
     num_kept_tokens: int = 0,
-    advance: Callable[[], None] = lambda: None,
+    show: ShowProgress = show_nothing,
 ) -> V41Engine:
     """Load a model and allocate its caches.
 
@@ -71,14 +73,14 @@ def load_v41_engine(
         params: The engine's parameters.
         device: Where to compute.
         num_kept_tokens: See `V41Engine`.
-        advance: Called after each loaded layer (`num_load_steps` times in all).
+        show: Told how far loading is.
 
     Raises:
         ModelFormatError: The model's files are not what they should be.
         ConfigError: A parameter cannot be honoured.
     """
     numerics = choose_numerics(params)
-    model = load_model(files.root, files.weight_files, numerics, torch.device(device), advance)
+    model = load_model(files.root, files.weight_files, numerics, torch.device(device), show)
     limit = model.config.max_positions
     if not 0 <= params.max_model_len <= limit:
         raise ConfigError(
@@ -89,8 +91,3 @@ def load_v41_engine(
     return V41Engine(
         model, memory, max_model_len=params.max_model_len or limit, num_kept_tokens=num_kept_tokens
     )
-
-
-def num_load_steps(config: V41Config) -> int:
-    """How often loading calls `advance`."""
-    return len(config.shape.layers) + config.shape.num_draft_stages

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from millpond.engine.model.checkpoint import TensorSource
-from millpond.engine.model.config import V41Config, VisionConfig
+from millpond.engine.model.checkpoint import Checkpoint
+from millpond.engine.model.config import VisionConfig
 from millpond.engine.model.context import Observe, ignore
 from millpond.engine.model.image_plan import ImagePlan, TokenType
 from millpond.engine.model.numerics import Numerics, rms_norm
@@ -52,42 +52,39 @@ class VisionWeights:
     marks: dict[TokenType, torch.Tensor]
 
 
-def load_vision(source: TensorSource, config: V41Config, vision: VisionConfig) -> VisionWeights:
+def load_vision(source: Checkpoint, vision: VisionConfig) -> VisionWeights:
     """Read the tower from a checkpoint.
 
     Raises:
-        ModelFormatError: A tensor is missing, mis-shaped or of the wrong type.
+        ModelFormatError: A shard cannot be read.
     """
-    size, width, hidden = vision.hidden_size, vision.width, config.shape.hidden_size
-    patch = 3 * vision.patch_size**2
 
-    def affine(name: str, rows: int, columns: int, *, has_bias: bool = True) -> Affine:
-        bias = source.plain(name + ".bias", rows) if has_bias else None
-        return Affine(source.plain(name + ".weight", rows, columns), bias)
+    def affine(name: str, *, has_bias: bool = True) -> Affine:
+        bias = source.plain(name + ".bias") if has_bias else None
+        return Affine(source.plain(name + ".weight"), bias)
 
     blocks = []
     for number in range(vision.num_layers):
         name = f"vision.blocks.{number}."
         blocks.append(
             VisionBlock(
-                norm1=source.plain(name + "norm1.weight", size),
-                qkv=affine(name + "attn.wqkv", 3 * size, size),
-                out=affine(name + "attn.wo", size, size),
-                norm2=source.plain(name + "norm2.weight", size),
-                gate_up=affine(name + "mlp.w1", 2 * width, size, has_bias=False),
-                down=affine(name + "mlp.w2", size, width, has_bias=False),
+                norm1=source.plain(name + "norm1.weight"),
+                qkv=affine(name + "attn.wqkv"),
+                out=affine(name + "attn.wo"),
+                norm2=source.plain(name + "norm2.weight"),
+                gate_up=affine(name + "mlp.w1", has_bias=False),
+                down=affine(name + "mlp.w2", has_bias=False),
             )
         )
-    cell = size * vision.downsample**2
     return VisionWeights(
-        patch=affine("vision.patch_embed.proj", size, patch),
+        patch=affine("vision.patch_embed.proj"),
         blocks=tuple(blocks),
-        norm=source.plain("vision.norm.weight", size),
-        aligner=(affine("aligner.w1", hidden, cell), affine("aligner.w2", hidden, hidden)),
+        norm=source.plain("vision.norm.weight"),
+        aligner=(affine("aligner.w1"), affine("aligner.w2")),
         marks={
-            TokenType.START: source.plain("image_start", hidden),
-            TokenType.NEWLINE: source.plain("image_newline", hidden),
-            TokenType.END: source.plain("image_end", hidden),
+            TokenType.START: source.plain("image_start"),
+            TokenType.NEWLINE: source.plain("image_newline"),
+            TokenType.END: source.plain("image_end"),
         },
     )
 

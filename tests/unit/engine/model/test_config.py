@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from millpond.core.shapes import (
 )
 from millpond.engine.model.config import load_config, parse_config
 from millpond.engine.model.info import describe_model
-from millpond.engine.model.weights import load_model_weights
+from millpond.engine.model.tensors import language_weights
 from tests.golden.goldens import IN_REPO, golden_folder
 
 FLASH = IN_REPO / "v41_flash_config.json"
@@ -59,35 +60,15 @@ def test_roles_of_the_released_model():
     ]  # fmt: skip
 
 
-class _CountingSource:
-    """Counts the elements that the loader asks for."""
-
-    def __init__(self):
-        self.num_backbone = 0
-
-    def _asked(self, name, *size):
-        import math
-
-        import torch
-
-        if not name.startswith("mtp.") and ".engram." not in name:
-            self.num_backbone += math.prod(size)
-        return torch.empty(size, device="meta")
-
-    def plain(self, name, *size):
-        return self._asked(name, *size)
-
-    fp8 = fp4 = plain
-
-    def table(self, name, rows, width):
-        return self._asked(name, rows, width), self._asked(name + "_scales", rows, width // 32)
-
-
-@pytest.mark.parametrize("config", ["tiny_a", "small"])
-def test_parameters_are_counted_as_the_loader_reads_them(config):
-    parsed, source = parse_config(tiny() if config == "tiny_a" else small()), _CountingSource()
-    load_model_weights(source, parsed, lambda: None)
-    assert source.num_backbone == num_backbone_parameters(parsed.shape)
+@pytest.mark.parametrize("config", ["tiny_a", "small", "flash"])
+def test_parameters_are_counted_as_the_checkpoint_holds_them(config):
+    parsed = parse_config({"tiny_a": tiny, "small": small, "flash": flash}[config]())
+    held = sum(
+        math.prod(weight.size)
+        for weight in language_weights(parsed)
+        if not weight.name.startswith("mtp.") and ".engram." not in weight.name
+    )
+    assert held == num_backbone_parameters(parsed.shape)
 
 
 def small():
