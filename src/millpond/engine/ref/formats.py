@@ -25,6 +25,33 @@ def round_fp8_ref(row: torch.Tensor) -> torch.Tensor:
     return torch.cat(out)
 
 
+def dequantise_fp8_ref(data: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Float32 row of E4M3 bytes [width] and the E8M0 bytes of its groups of 32."""
+    values = data.view(torch.float8_e4m3fn).float().split(32)
+    return torch.cat([v * 2.0 ** (int(e) - 127) for v, e in zip(values, exponents, strict=True)])
+
+
+def dequantise_tiles_ref(data: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Float32 weight of E4M3 bytes [out, in] and an E8M0 byte per 32 x 32 tile."""
+    out = data.view(torch.float8_e4m3fn).float()
+    for row in range(data.shape[0]):
+        for column in range(data.shape[1]):
+            out[row, column] *= 2.0 ** (int(exponents[row // 32, column // 32]) - 127)
+    return out
+
+
+def dequantise_fp4_weight_ref(data: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Float32 weight of packed E2M1 codes [out, in / 2] and an E8M0 byte per row and 32 columns."""
+    out = torch.empty(data.shape[0], 2 * data.shape[1])
+    for row in range(data.shape[0]):
+        for column in range(out.shape[1]):
+            byte = int(data[row, column // 2]) & 0xFF
+            code = byte >> 4 if column % 2 else byte & 0xF
+            sign = -1.0 if code & 8 else 1.0
+            out[row, column] = sign * _E2M1[code & 7] * 2.0 ** (int(exponents[row, column // 32]) - 127)
+    return out
+
+
 def nearest_e2m1_ref(value: float) -> float:
     """Nearest E2M1 number; of two equally near ones that with the even code."""
     best = min(range(8), key=lambda code: (abs(abs(value) - _E2M1[code]), code % 2))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from millpond.core.work import WorkKind
+from millpond.engine.ref.tally import count, multiply_ref
 
 
 def compute_mix_ref(
@@ -18,21 +23,21 @@ def compute_mix_ref(
     """(pre [copies], post [copies], comb [old, new]) of one token's stream [copies, hidden]."""
     copies = len(stream)
     flat = stream.float().flatten()
-    raw = torch.stack([row @ flat for row in fn]) * torch.rsqrt((flat * flat).mean() + norm_eps)
+    raw = multiply_ref(fn, flat) * torch.rsqrt((flat * flat).mean() + norm_eps)
     pre = torch.sigmoid(raw[:copies] * scale[0] + base[:copies]) + eps
     post = 2 * torch.sigmoid(raw[copies : 2 * copies] * scale[1] + base[copies : 2 * copies])
-    comb = torch.empty(copies, copies)
+    comb: list[list[float]] = []
     for old in range(copies):
         at = 2 * copies + old * copies
-        row = raw[at : at + copies] * scale[2] + base[at : at + copies]
-        comb[old] = torch.exp(row - row.max()) / torch.exp(row - row.max()).sum() + eps
+        row = (raw[at : at + copies] * scale[2] + base[at : at + copies]).tolist()
+        parts = [math.exp(value - max(row)) for value in row]
+        comb.append([part / sum(parts) + eps for part in parts])
     for round_number in range(iters):
         if round_number > 0:
-            for old in range(copies):
-                comb[old] = comb[old] / (comb[old].sum() + eps)
-        for new in range(copies):
-            comb[:, new] = comb[:, new] / (comb[:, new].sum() + eps)
-    return pre, post, comb
+            comb = [[value / (sum(row) + eps) for value in row] for row in comb]
+        columns = [sum(column) + eps for column in zip(*comb, strict=True)]
+        comb = [[value / total for value, total in zip(row, columns, strict=True)] for row in comb]
+    return pre, post, torch.tensor(comb)
 
 
 def collapse_ref(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -40,6 +45,7 @@ def collapse_ref(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(stream.shape[1])
     for weight, row in zip(pre, stream, strict=True):
         total += weight * row.float()
+        count(WorkKind.MIXING, len(row))
     return total
 
 
@@ -50,7 +56,9 @@ def expand_ref(
     rows = []
     for new in range(len(stream)):
         total = post[new] * out.float()
+        count(WorkKind.MIXING, len(out))
         for old in range(len(stream)):
             total = total + comb[old, new] * stream[old].float()
+            count(WorkKind.MIXING, len(out))
         rows.append(total)
     return torch.stack(rows)

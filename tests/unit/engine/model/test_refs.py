@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from millpond.core.work import Mechanism
 from millpond.engine.model.attention import KvPart, attend
 from millpond.engine.model.compressor import CompressorWeights, make_latents
 from millpond.engine.model.engram import EngramWeights, add_engram, look_up
@@ -23,6 +24,7 @@ from millpond.engine.model.selection import choose_candidates, choose_largest
 from millpond.engine.model.step import Rows, Span
 from millpond.engine.model.vision import GridRotation, join_cells
 from millpond.engine.ref.attention import (
+    SeenRows,
     attend_ref,
     choose_candidates_ref,
     choose_largest_ref,
@@ -96,10 +98,12 @@ def test_attention(noise):
     b = torch.randint(-1, 9, (6, 4), generator=noise)
     a[2], b[2] = -1, -1
     out = attend(query, [KvPart(first, a), KvPart(second, b)], sink, torch.float32)
-    rows = torch.cat([first, second])
     for q in range(6):
-        seen = [i for i in a[q].tolist() if i >= 0] + [20 + i for i in b[q].tolist() if i >= 0]
-        close(out[q], attend_ref(query[q], rows, seen, sink))
+        seen = [
+            SeenRows(mechanism, [rows[i] for i in index[q].tolist() if i >= 0])
+            for mechanism, rows, index in ((Mechanism.WINDOW, first, a), (Mechanism.SELECTED, second, b))
+        ]
+        close(out[q], attend_ref(query[q], seen, sink))
 
 
 def test_windows():
