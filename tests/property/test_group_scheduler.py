@@ -24,7 +24,8 @@ from millpond.core.events import (
 )
 from millpond.core.ids import DpRank, GroupId, RankRef, RequestId
 from millpond.core.plan import GroupPlan, StepKind
-from millpond.core.request import FinishReason
+from millpond.core.request import FinishReason, Resume
+from millpond.core.units import BLOCK_TOKENS, SECOND_NS
 from millpond.policies.step_vote import StepVoteParams
 from millpond.sim.sim_engine import token_at
 from tests.sim.making import Engines, make_assign, make_scheduler, make_spec
@@ -43,15 +44,18 @@ class GroupLife(RuleBasedStateMachine):
         num_ranks=st.integers(1, 3),
         num_blocks=st.integers(1, 8),
         num_slots=st.integers(1, 5),
+        num_snapshots=st.sampled_from([0, 1, 4]),
         reserve=st.sampled_from([0.0, 0.5, 2.0]),
     )
-    def start(self, num_ranks, num_blocks, num_slots, reserve):
+    def start(self, num_ranks, num_blocks, num_slots, num_snapshots, reserve):
         params = GroupParams(
             prefill=PrefillParams(max_step_tokens=MAX_STEP_TOKENS, fetch_ahead_tokens=200, max_held_seqs=4),
             decode=DecodeParams(reserve_blocks_per_seq=reserve),
             vote=StepVoteParams(all_vote_interval=3, any_vote_interval=5, max_prefill_run=2),
         )
-        self.scheduler = make_scheduler(self.role, num_ranks, num_blocks, num_slots, params)
+        self.scheduler = make_scheduler(
+            self.role, num_ranks, num_blocks, num_slots, params, num_snapshots=num_snapshots
+        )
         self.num_ranks, self.num_blocks, self.num_slots = num_ranks, num_blocks, num_slots
         self.engines = Engines(num_ranks)
         self.step: GroupPlan | None = None
@@ -72,13 +76,18 @@ class GroupLife(RuleBasedStateMachine):
         num_prompt=st.integers(1, 400),
         max_tokens=st.integers(1, 150),
         back=st.sampled_from([0, 0, 0, 1, 2]),
+        donor=st.sampled_from(NAMES),
+        num_hit=st.integers(0, 3),
     )
-    def assign(self, name, rank, num_prompt, max_tokens, back):
+    def assign(self, name, rank, num_prompt, max_tokens, back, donor, num_hit):
         """Mostly the next attempt; sometimes one that was there before, or the same again."""
         attempt = max(self.attempts[name] - back, 0)
         key = (name, attempt)
         if key not in self.specs:
-            self.specs[key] = make_spec(name, num_prompt, max_tokens, attempt=attempt)
+            shared = min(num_prompt, self.longest_shared(donor)) // BLOCK_TOKENS
+            resume = Resume(RequestId(donor), min(num_hit, shared) * BLOCK_TOKENS)
+            more = {"branch_points": (BLOCK_TOKENS, 2 * BLOCK_TOKENS, 77), "resume": resume}
+            self.specs[key] = make_spec(name, num_prompt, max_tokens, attempt=attempt, **more)
             self.attempts[name] = attempt + 1
             self.dropped |= {old for old in self.specs if old[0] == name and old[1] < attempt}
         elif self.is_over(key):
@@ -159,6 +168,10 @@ class GroupLife(RuleBasedStateMachine):
             after = self.scheduler.views(), self.scheduler.held_requests(), self.scheduler.num_assigns_seen
             assert after == before, "an event was not held while a step runs"
 
+    def longest_shared(self, donor):
+        """Leading tokens that any prompt has in common with every attempt of `donor`."""
+        return min((s.num_prompt_tokens for key, s in self.specs.items() if key[0] == donor), default=0)
+
     def is_over(self, key):
         return key in self.dropped or self.reported[key] > 0
 
@@ -179,6 +192,8 @@ class GroupLife(RuleBasedStateMachine):
         assert len(plan.ranks) == self.num_ranks
         assert any(rank.chunks or rank.rows for rank in plan.ranks), "an empty step"
         for rank in plan.ranks:
+            assert len({copy.buffer for copy in rank.keep}) == len(rank.keep)
+            assert all(copy.position % BLOCK_TOKENS == 0 for copy in rank.keep)
             if plan.kind is StepKind.PREFILL:
                 assert not rank.rows
                 assert sum(chunk.end - chunk.begin for chunk in rank.chunks) <= MAX_STEP_TOKENS
@@ -213,6 +228,9 @@ class GroupLife(RuleBasedStateMachine):
             assert (view.free_blocks, view.free_slots) == (self.num_blocks, self.num_slots)
             assert view.num_seqs == view.num_queued == view.queued_tokens == view.kv_tokens == 0
         assert [key for key in self.specs if not self.is_over(key)] == []
+        self.tell(Tick())
+        assert self.scheduler.next_plan(GroupParams().snapshot.ttl_s * SECOND_NS) is None
+        assert all(stats.held == 0 for stats in self.scheduler.snapshot_stats())
 
 
 class PrefillLife(GroupLife):
@@ -243,9 +261,9 @@ REQUESTS = st.lists(
 )
 
 
-def load(role, requests, num_ranks, num_blocks):
+def load(role, requests, num_ranks, num_blocks, num_snapshots=0):
     """A group that was given all requests; a decode group has also received their KV."""
-    scheduler = make_scheduler(role, num_ranks, num_blocks, num_slots=6)
+    scheduler = make_scheduler(role, num_ranks, num_blocks, num_slots=6, num_snapshots=num_snapshots)
     engines = Engines(num_ranks)
     for i, (num_prompt, max_tokens, min_tokens, stops) in enumerate(requests):
         me = RankRef(scheduler.group, DpRank(i % num_ranks))
@@ -287,10 +305,12 @@ def run(scheduler, engines, requests, max_steps, limit=20_000):
 
 @pytest.mark.parametrize("role", [GroupRole.DECODE, GroupRole.MIXED])
 @settings(max_examples=30)
-@given(REQUESTS, st.integers(1, 3), st.integers(3, 12), st.integers(2, 200))
-def test_a_plan_of_k_steps_is_k_plans_of_one(role, requests, num_ranks, num_blocks, max_steps):
-    single = run(*load(role, requests, num_ranks, num_blocks), requests, 1)
-    several = run(*load(role, requests, num_ranks, num_blocks), requests, max_steps)
+@given(REQUESTS, st.integers(1, 3), st.integers(3, 12), st.integers(2, 200), st.integers(0, 3))
+def test_a_plan_of_k_steps_is_k_plans_of_one(role, requests, num_ranks, num_blocks, max_steps, num_snapshots):
+    groups = [load(role, requests, num_ranks, num_blocks, num_snapshots) for _ in range(2)]
+    single = run(*groups[0], requests, 1)
+    several = run(*groups[1], requests, max_steps)
+    assert groups[0][0].snapshot_stats() == groups[1][0].snapshot_stats()
     assert several[0] == single[0]
     assert several[1] == single[1]
     assert several[3] == single[3]

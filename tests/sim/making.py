@@ -13,6 +13,7 @@ from millpond.sim.sim_engine import SimEngine, token_at
 
 P0 = RankRef(GroupId("p0"), DpRank(0))
 D0 = RankRef(GroupId("d0"), DpRank(0))
+_SPEC_FIELDS = {"priority", "gateway", "reply_to", "branch_points", "resume"}
 
 
 def make_spec(
@@ -24,7 +25,7 @@ def make_spec(
     **more: Any,
 ) -> RequestSpec:
     """A request whose output tokens are those of `token_at`."""
-    fields = {key: more.pop(key) for key in list(more) if key in {"priority", "gateway", "reply_to"}}
+    fields = {key: more.pop(key) for key in list(more) if key in _SPEC_FIELDS}
     sampling = SamplingParams(max_tokens=max_tokens, seed=sum(map(ord, name)), **more)
     output = token_ids(token_at(sampling, num_prompt + i) for i in range(num_output))
     fields.setdefault("gateway", GatewayId("g0"))
@@ -43,8 +44,10 @@ def make_assign(spec: RequestSpec, prefill: RankRef = P0, decode: RankRef = D0) 
     return Assign(spec, prefill, decode, f"data:{decode.group}/{decode.rank}")
 
 
-def make_ranks(num_ranks: int = 1, num_blocks: int = 16, num_slots: int = 8) -> tuple[RankInfo, ...]:
-    return tuple(RankInfo(DpRank(i), f"data:{i}", num_blocks, num_slots) for i in range(num_ranks))
+def make_ranks(
+    num_ranks: int = 1, num_blocks: int = 16, num_slots: int = 8, **more: int
+) -> tuple[RankInfo, ...]:
+    return tuple(RankInfo(DpRank(i), f"data:{i}", num_blocks, num_slots, **more) for i in range(num_ranks))
 
 
 def make_scheduler(
@@ -54,9 +57,10 @@ def make_scheduler(
     num_slots: int = 8,
     params: GroupParams | None = None,
     max_model_len: int = 4096,
+    **more: int,
 ) -> GroupScheduler:
     name = GroupId("p0" if role is GroupRole.PREFILL else "d0" if role is GroupRole.DECODE else "m0")
-    ranks = make_ranks(num_ranks, num_blocks, num_slots)
+    ranks = make_ranks(num_ranks, num_blocks, num_slots, **more)
     return GroupScheduler(name, role, ranks, max_model_len, params or GroupParams())
 
 

@@ -142,7 +142,12 @@ def _draw_shape(chance: Chance) -> ClusterShape:
             ),
             decode=DecodeParams(reserve_blocks_per_seq=chance.below(3) / 2),
         ),
-        rank=replace(SimRankParams(), num_blocks=_between(chance, 4, 24), num_slots=_between(chance, 1, 12)),
+        rank=replace(
+            SimRankParams(),
+            num_blocks=_between(chance, 4, 24),
+            num_slots=_between(chance, 1, 12),
+            num_snapshots=chance.below(2) * _between(chance, 1, 6),
+        ),
         jitter_ns=chance.below(2) * _between(chance, 0, 40) * MILLISECOND_NS,
         duplicate_ratio=chance.below(2) * 0.2,
         detect_ns=_between(chance, 1, 400) * MILLISECOND_NS,
