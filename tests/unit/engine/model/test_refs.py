@@ -12,9 +12,19 @@ from torch.nn import functional
 from millpond.core.work import Mechanism
 from millpond.engine.model.attention import KvPart, attend
 from millpond.engine.model.compressor import CompressorWeights, make_latents
+from millpond.engine.model.config import RopeScaling
 from millpond.engine.model.engram import EngramWeights, add_engram, look_up
-from millpond.engine.model.engram_ids import NgramHash
-from millpond.engine.model.formats import Fp4IndexRows, Fp4MainRows, Fp8Rows, quantise_fp8, round_fp8
+from millpond.engine.model.engram_ids import NgramHash, look_back
+from millpond.engine.model.formats import (
+    Fp4IndexRows,
+    Fp4MainRows,
+    Fp8Rows,
+    dequantise_fp4_weight,
+    dequantise_fp8,
+    dequantise_tiles,
+    quantise_fp8,
+    round_fp8,
+)
 from millpond.engine.model.indexer import score_entries, score_single_rows
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand
 from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route
@@ -30,12 +40,26 @@ from millpond.engine.ref.attention import (
     choose_largest_ref,
     make_latents_ref,
     rms_norm_ref,
+    rope_frequencies_ref,
     rotate_ref,
     score_entries_ref,
     window_ref,
 )
-from millpond.engine.ref.experts import add_engram_ref, engram_rows_ref, expert_ref, route_ref
-from millpond.engine.ref.formats import round_fp4_index_ref, round_fp4_main_ref, round_fp8_ref
+from millpond.engine.ref.experts import (
+    add_engram_ref,
+    engram_rows_ref,
+    expert_ref,
+    look_back_ref,
+    route_ref,
+)
+from millpond.engine.ref.formats import (
+    dequantise_fp4_weight_ref,
+    dequantise_fp8_ref,
+    dequantise_tiles_ref,
+    round_fp4_index_ref,
+    round_fp4_main_ref,
+    round_fp8_ref,
+)
 from millpond.engine.ref.mhc import collapse_ref, compute_mix_ref, expand_ref
 from millpond.engine.ref.vision import join_cells_ref, rotate_grid_ref
 from tests.unit.engine.model.test_config import tiny
@@ -64,6 +88,20 @@ def test_formats(noise):
     assert torch.equal(round_fp8(rows), torch.stack([round_fp8_ref(row) for row in rows]))
 
 
+def test_stored_weights(noise):
+    values = torch.randn(40, 96, generator=noise)
+    data = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    tiles = torch.randint(120, 131, (2, 3), generator=noise).to(torch.uint8)
+    assert torch.equal(dequantise_tiles(data, tiles), dequantise_tiles_ref(data, tiles))
+    codes = torch.randint(0, 256, (5, 32), generator=noise).to(torch.uint8)
+    scales = torch.randint(120, 131, (5, 2), generator=noise).to(torch.uint8)
+    assert torch.equal(dequantise_fp4_weight(codes, scales), dequantise_fp4_weight_ref(codes, scales))
+    table, exponents = quantise_fp8(values[:9])
+    for row in range(9):
+        wanted = dequantise_fp8_ref(table[row], exponents[row])
+        assert torch.equal(dequantise_fp8(table[row], exponents[row]), wanted)
+
+
 def test_hyper_connections(noise):
     stream = torch.randn(5, 4, 16, generator=noise)
     fn, base = torch.randn(24, 64, generator=noise) * 0.3, torch.randn(24, generator=noise)
@@ -89,6 +127,13 @@ def test_norm_and_rotation(noise):
     rotation = Rotation(frequencies, torch.tensor([0, 5, 63, 300]))
     close(rotation.apply(rows)[3, 2], rotate_ref(rows[3, 2], 300, frequencies))
     close(rotation.undo(rows)[1, 0], rotate_ref(rows[1, 0], 5, frequencies, sign=-1))
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(16, 32, 1, 64), RopeScaling(8, 8, 2, 4096)])
+def test_frequencies(scaling):
+    yarn = scaling and (scaling.factor, scaling.beta_fast, scaling.beta_slow, scaling.original_positions)
+    ours = rope_frequencies(160000.0, 32, scaling)
+    torch.testing.assert_close(ours, rope_frequencies_ref(160000.0, 32, yarn), rtol=1e-6, atol=0)
 
 
 def test_attention(noise):
@@ -202,6 +247,14 @@ def test_experts(noise, numerics, is_exact):
             out += expert_ref(x[t], *parts, is_quantised=numerics.is_quantised)
         out += expert_ref(x[t], shared.gate_up, shared.down, 1.0, 0.8, is_quantised=numerics.is_quantised)
         close(ours[t], out, 1e-5)
+
+
+def test_look_back():
+    ids = np.array([5, 6, 7, 8, 9, 10, 11])
+    is_dead = np.array([False, False, True, False, False, False, False])
+    ours = look_back(ids, is_dead, 3, 1, 4)
+    wanted = [look_back_ref(ids.tolist(), is_dead.tolist(), position, 3, 4) for position in range(1, 7)]
+    assert ours.tolist() == wanted
 
 
 def test_engram(noise):
