@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from millpond.core.errors import ConfigError, InvariantBroken
+from millpond.core.errors import InvariantBroken
 from millpond.core.ids import BlockId
-from millpond.core.kv_layout import KvLayout, uniform_layout
 from millpond.core.units import BLOCK_TOKENS
 from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.memory import llama_kv_layout, plan_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def llama_kv_layout(config: LlamaConfig, dtype: str) -> KvLayout:
-    """Make the layout of a Llama-family decoder; `dtype` is a key of `DTYPES`."""
-    token_bytes = config.num_kv_heads * config.head_dim * DTYPES[dtype].itemsize
-    return uniform_layout(config.num_layers, token_bytes, dtype)
 
 
 class KvTensors:
@@ -40,13 +34,7 @@ class KvTensors:
             ConfigError: Not even one usable block fits.
         """
         self.layout = llama_kv_layout(config, dtype)
-        self.num_blocks = memory_bytes // self.layout.block_bytes - 1
-        if self.num_blocks < 1:
-            least = 2 * self.layout.block_bytes
-            raise ConfigError(
-                f"engine.kv_memory is {memory_bytes} bytes; this model needs at least {least}",
-                param="engine.kv_memory",
-            )
+        self.num_blocks = plan_memory(self.layout, memory_bytes, max_num_seqs=0).num_blocks
         shape = (self.num_blocks + 1, self.layout.block_bytes)
         self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
         self.memory.zero_()

@@ -10,6 +10,7 @@ from millpond.core.ports import Engine
 from millpond.engine.kv_tensors import DTYPES, KvTensors
 from millpond.engine.layers import DecoderLayers
 from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.memory import choose_max_model_len, plan_memory
 from millpond.engine.model.config import is_v41
 from millpond.engine.model.load import load_v41_engine
 from millpond.engine.model_files import load_llama_config, locate_model
@@ -20,8 +21,6 @@ from millpond.engine.torch_layers import TorchLayers
 from millpond.engine.weights import LlamaWeights, load_weights
 
 _AUTO_DTYPE = "bf16"
-_SLOT_SPARE_RATIO = 1.2
-"""Slots per running sequence: those being handed off hold one too."""
 
 
 def make_layers(
@@ -45,27 +44,12 @@ def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
         ConfigError: A parameter cannot be honoured.
     """
     dtype = _AUTO_DTYPE if params.dtype == "auto" else params.dtype
-    if dtype not in DTYPES:
-        raise ConfigError(f"engine.dtype is {params.dtype!r}; use auto, bf16 or fp32", param="engine.dtype")
-    if params.numerics not in ("fast", "exact"):
-        raise ConfigError(
-            f"engine.numerics is {params.numerics!r}; use fast or exact", param="engine.numerics"
-        )
-    if params.max_num_seqs < 1:
-        raise ConfigError(
-            f"engine.max_num_seqs is {params.max_num_seqs}; at least 1", param="engine.max_num_seqs"
-        )
     _check_device(device)
     files = locate_model(params.model)
     if is_v41(files):
         return load_v41_engine(files, params, device)
     config = load_llama_config(files)
-    if not 0 <= params.max_model_len <= config.max_positions:
-        raise ConfigError(
-            f"engine.max_model_len is {params.max_model_len}; the model allows 0 ... {config.max_positions}",
-            param="engine.max_model_len",
-        )
-    max_model_len = params.max_model_len or config.max_positions
+    max_model_len = choose_max_model_len(params.max_model_len, config.max_positions)
     place = torch.device(device)
     kv = KvTensors(config, dtype, params.kv_memory, place)
     weights = load_weights(files, config, DTYPES[dtype], place)
@@ -75,7 +59,7 @@ def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
         weights,
         kv,
         layers,
-        num_slots=int(params.max_num_seqs * _SLOT_SPARE_RATIO) + 1,
+        num_slots=plan_memory(kv.layout, params.kv_memory, params.max_num_seqs).num_slots,
         max_model_len=max_model_len,
     )
 

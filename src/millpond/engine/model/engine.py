@@ -15,8 +15,8 @@ from millpond.core.ids import BlockId, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
 from millpond.core.ports import LayerObserver
 from millpond.core.request import SamplingParams
-from millpond.core.shapes import KvFormat, ModelShape, kv_layout
 from millpond.core.units import BLOCK_TOKENS
+from millpond.engine.memory import MemoryPlan
 from millpond.engine.model.caches import Caches
 from millpond.engine.model.dspark import DraftHead
 from millpond.engine.model.model import V41Model
@@ -65,33 +65,6 @@ class _Piece:
     sequence: _Sequence
     span: Span
     is_sampled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """How a rank's KV memory is divided."""
-
-    num_blocks: int
-    num_slots: int
-
-
-def plan_memory(shape: ModelShape, kv_format: KvFormat, memory_bytes: int, max_num_seqs: int) -> MemoryPlan:
-    """Give slots to 1.2 sequences per running one, and the rest to blocks.
-
-    Raises:
-        ConfigError: Not even one usable block is left.
-    """
-    layout = kv_layout(shape, kv_format)
-    num_slots = int(max_num_seqs * 1.2) + 1
-    left = memory_bytes - num_slots * layout.state_bytes
-    num_blocks = left // layout.block_bytes - 1  # the null block exists too
-    if num_blocks < 1:
-        least = num_slots * layout.state_bytes + 2 * layout.block_bytes
-        raise ConfigError(
-            f"engine.kv_memory is {memory_bytes} bytes; {num_slots} state slots and one block need {least}",
-            param="engine.kv_memory",
-        )
-    return MemoryPlan(num_blocks, num_slots)
 
 
 class V41Engine:

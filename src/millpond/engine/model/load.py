@@ -9,9 +9,11 @@ import torch
 
 from millpond.config.engine_params import EngineParams
 from millpond.core.errors import ConfigError
+from millpond.core.shapes import kv_layout
+from millpond.engine.memory import choose_max_model_len, plan_memory
 from millpond.engine.model.checkpoint import Checkpoint
 from millpond.engine.model.config import load_config
-from millpond.engine.model.engine import V41Engine, plan_memory
+from millpond.engine.model.engine import V41Engine
 from millpond.engine.model.model import V41Model
 from millpond.engine.model.numerics import BF16, FP32, Numerics
 from millpond.engine.model.tensors import language_weights, stored_bytes
@@ -81,13 +83,7 @@ def load_v41_engine(
     """
     numerics = choose_numerics(params)
     model = load_model(files.root, files.weight_files, numerics, torch.device(device), show)
-    limit = model.config.max_positions
-    if not 0 <= params.max_model_len <= limit:
-        raise ConfigError(
-            f"engine.max_model_len is {params.max_model_len}; the model allows 0 ... {limit}",
-            param="engine.max_model_len",
-        )
-    memory = plan_memory(model.config.shape, numerics.kv_format, params.kv_memory, params.max_num_seqs)
-    return V41Engine(
-        model, memory, max_model_len=params.max_model_len or limit, num_kept_tokens=num_kept_tokens
-    )
+    layout = kv_layout(model.config.shape, numerics.kv_format)
+    memory = plan_memory(layout, params.kv_memory, params.max_num_seqs)
+    limit = choose_max_model_len(params.max_model_len, model.config.max_positions)
+    return V41Engine(model, memory, max_model_len=limit, num_kept_tokens=num_kept_tokens)

@@ -12,7 +12,8 @@ from millpond.core.ids import BlockId, DpRank, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
 from millpond.core.request import SamplingParams
 from millpond.core.shapes import KvFormat, kv_layout
-from millpond.engine.model.engine import MemoryPlan, V41Engine, plan_memory
+from millpond.engine.memory import MemoryPlan, plan_memory
+from millpond.engine.model.engine import V41Engine
 from tests.unit.engine.model.tiny_v41 import EXACT, prompt, tiny_model
 
 GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0)
@@ -162,13 +163,12 @@ def test_broken_plans_are_refused(model):
 
 
 def test_slots_come_first_and_blocks_get_the_rest(model):
-    shape = model.config.shape
-    layout = kv_layout(shape, KvFormat.PACKED)
+    layout = kv_layout(model.config.shape, KvFormat.PACKED)
     slots = int(10 * 1.2) + 1
-    plan = plan_memory(shape, KvFormat.PACKED, slots * layout.state_bytes + 8 * layout.block_bytes, 10)
+    plan = plan_memory(layout, slots * layout.state_bytes + 8 * layout.block_bytes, 10)
     assert plan == MemoryPlan(7, slots)
     with pytest.raises(ConfigError):
-        plan_memory(shape, KvFormat.PACKED, slots * layout.state_bytes + layout.block_bytes, 10)
+        plan_memory(layout, slots * layout.state_bytes + layout.block_bytes, 10)
 
 
 def test_too_few_kept_tokens_are_refused(model):
