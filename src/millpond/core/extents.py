@@ -59,12 +59,27 @@ class StripeId:
 
 @dataclass(frozen=True)
 class StripeShape:
-    """Sizes of one extent's shards. All k + m shards have equal sizes."""
+    """Sizes of one extent's shards. All k + m shards have equal sizes.
+
+    Keep shapes: what is derived from one is computed once per object.
+    """
 
     layout: KvLayout
     num_blocks: int
     k: int = 10
     m: int = 2
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.num_blocks, self.k, self.m))
+
+    @cached_property
+    def layout_id(self) -> bytes:
+        """First 16 bytes of the layout's fingerprint, as records carry it."""
+        return self.layout.fingerprint[:16]
 
     @property
     def num_shards(self) -> int:
