@@ -85,6 +85,7 @@ def publish_entries(ctx: StepContext, layer: LayerShape, w: CompressorWeights, x
     main, keys = caches.main[layer.layer], caches.index_keys[layer.layer]
     store_entries(latents, w, entries, rotation, main, keys, ctx.config.norm_eps, ctx.numerics)
     ctx.keys = keys.read_all(entries.blocks)
+    ctx.observe("keys", ctx.keys)
 
 
 def select_entries(
@@ -175,7 +176,7 @@ def run_experts(
     routing = route(x, w.moe, is_image, count, config.routed_scale, ctx.numerics)
     ctx.observe("route_idx", routing.experts)
     ctx.observe("route_w", routing.weights)
-    return mix_experts(x, w.moe, routing, config.swiglu_limit, ctx.numerics)
+    return mix_experts(x, w.moe, routing, config.swiglu_limit, ctx.numerics, ctx.observe)
 
 
 def run_ffn(
@@ -223,6 +224,7 @@ def run_layer(
     ctx.observe("pre_in", pre)
     rows = ctx.rows(layer)
     x = rms_norm(collapse(stream, pre), w.attention.norm, ctx.config.norm_eps)
+    ctx.observe("attn_normed", x)
     if w.compressor is not None:
         publish_entries(ctx, layer, w.compressor, x)
     if len(stream) != rows.num_rows:

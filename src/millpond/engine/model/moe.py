@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from millpond.engine.model.context import Observe, ignore
 from millpond.engine.model.numerics import Numerics, curve
 
 _SUM_FLOOR = 1e-20
@@ -120,7 +121,12 @@ def _by_expert(
 
 
 def mix_experts(
-    x: torch.Tensor, w: MoeWeights, routing: Routing, limit: float, numerics: Numerics
+    x: torch.Tensor,
+    w: MoeWeights,
+    routing: Routing,
+    limit: float,
+    numerics: Numerics,
+    observe: Observe = ignore,
 ) -> torch.Tensor:
     """Run the chosen experts and the shared one; sums in float32, experts ascending, the shared one last."""
     rounded = numerics.quantised_input(x)
@@ -130,10 +136,13 @@ def mix_experts(
     order = ascending.values.flatten().argsort(stable=True)
     loads = torch.bincount(ascending.values.flatten(), minlength=len(w.gate)).tolist()
     out = run_routed(rounded[order // count], w.experts, loads, weights[order], limit, numerics)
+    observe("routed_out", out)
+    shared = run_shared(rounded, w.shared, limit, numerics)
+    observe("shared_out", shared)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     shares = out[places].unflatten(0, (-1, count))
     total = shares[:, 0].float()
     for number in range(1, count):
         total = total + shares[:, number].float()
-    return (total + run_shared(rounded, w.shared, limit, numerics).float()).to(x.dtype)
+    return (total + shared.float()).to(x.dtype)
