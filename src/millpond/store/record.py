@@ -338,7 +338,7 @@ def parse_header(data: Bytes) -> RecordHeader:
     if rows[-1].offset + rows[-1].num_bytes != payload_bytes:
         raise DataError("rows and payload differ in size", code="record.rows")
     used_end = checks_at + _CHECKSUM.size * num_checks
-    if any(view[used_end:body_end]):
+    if bytes(view[used_end:body_end]).strip(b"\0"):
         raise DataError("record header is not padded with zeros", code="record.fields")
     return RecordHeader(
         extent=ExtentId(digest, num_blocks),
