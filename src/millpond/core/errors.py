@@ -7,7 +7,7 @@
       OverloadError          the service has no room: HTTP 503, retry_after_s
       TransientError         worth another try elsewhere: WorkerLost, TransferFailed, DeadlineExceeded
       DataError              bytes are not what they should be: ChecksumMismatch, WireVersionMismatch,
-                             ModelFormatError
+                             ModelFormatError, BadFrame
       PoolError              the pool's answer to one extent: ExtentAbsent, WriteInProgress, ExtentLost,
                              QuotaExceeded, StaleEpoch, NodeRefused; corrupt bytes are ChecksumMismatch,
                              late ones DeadlineExceeded
@@ -126,6 +126,10 @@ class ChecksumMismatch(DataError):
 
 class WireVersionMismatch(DataError):
     """A peer speaks another version or an unknown message kind."""
+
+
+class BadFrame(DataError):
+    """What a peer sent is no frame, or more than it may be."""
 
 
 class ModelFormatError(DataError):

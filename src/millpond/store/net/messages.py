@@ -217,3 +217,34 @@ class MapAnswer(Message, frozen=True, array_like=True):
     """Payload: the `PoolMap` as msgpack."""
 
     version: int
+
+
+KINDS: dict[int, type[Message]] = dict(
+    enumerate(
+        (
+            Hello,
+            Failed,
+            Done,
+            PutShard,
+            ReadShard,
+            ShardData,
+            CancelRead,
+            DropShard,
+            ListShards,
+            ShardList,
+            NodeStatusQuery,
+            NodeStatus,
+            Match,
+            Matched,
+            Reserve,
+            Reserved,
+            Commit,
+            Abort,
+            Forget,
+            MapQuery,
+            MapAnswer,
+        ),
+        start=1,
+    )
+)
+"""Number of each kind on the wire. Only appended."""
