@@ -176,7 +176,11 @@ class Reserved(Message, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True, array_like=True):
-    """Publish one extent. Payload: the 16-byte hashes of its blocks. First writer wins."""
+    """Publish one extent. Payload: the 16-byte hashes of its blocks. First writer wins.
+
+    Answer `Done`: count 1 if the index now holds this location, also when it was asked before; 0 if another
+    writer was first.
+    """
 
     tenant: int
     root: bytes
@@ -207,6 +211,40 @@ class Forget(Message, frozen=True, array_like=True):
     location: Location
     first_block: int
     prefix: bytes = b""
+
+
+class Pin(Message, frozen=True, array_like=True):
+    """Keep these extents from being dropped, best effort. Answer `Done`: how many are pinned."""
+
+    tenant: int
+    extents: tuple[tuple[bytes, int], ...]
+    """(digest, num_blocks)."""
+    holder: int
+    ttl_ns: int
+
+
+class Unpin(Message, frozen=True, array_like=True):
+    """End pins before their time. Answer `Done`."""
+
+    tenant: int
+    extents: tuple[tuple[bytes, int], ...]
+    holder: int
+
+
+class Touch(Message, frozen=True, array_like=True):
+    """Count a chain as used now. Payload: the 16-byte hashes of its blocks. Answer `Done`: blocks found."""
+
+    tenant: int
+    root: bytes
+
+
+class Evict(Message, frozen=True, array_like=True):
+    """Forget a chain from block `first_block` on, with all that follows it. Payload: the 16-byte hashes of
+    its blocks from block 0 on. Answer `Done`: extents removed."""
+
+    tenant: int
+    root: bytes
+    first_block: int
 
 
 class MapQuery(Message, frozen=True, array_like=True):
@@ -243,6 +281,10 @@ KINDS: dict[int, type[Message]] = dict(
             Forget,
             MapQuery,
             MapAnswer,
+            Pin,
+            Unpin,
+            Touch,
+            Evict,
         ),
         start=1,
     )
