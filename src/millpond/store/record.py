@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 import xxhash
 
 from millpond.core.errors import ChecksumMismatch, DataError, InvariantBroken, WireVersionMismatch
 from millpond.core.extents import COLUMN_ALIGN_BYTES, ExtentId, StripeId, StripeShape
-from millpond.core.units import KIB, align_up, ceil_div
+from millpond.core.units import KIB, align_up
+from millpond.store.payload import PayloadShape, RowPiece, payload_shape
 
 MAGIC = b"MPEX"
 FORMAT = 1
@@ -27,9 +27,6 @@ CAUCHY_MATRIX = 1
 
 RECORD_ALIGN_BYTES = 4 * KIB
 MAX_HEADER_BYTES = 60 * KIB
-CHECK_MIN_BYTES = 16 * KIB
-"""Smaller pieces would cost more in calls than in hashing."""
-
 Bytes = bytes | bytearray | memoryview
 
 _PREFIX = struct.Struct("<4sHH")
@@ -51,20 +48,6 @@ checksum = xxhash.xxh3_64_intdigest
 """Checksum of our own bytes: xxh3, 64 bits."""
 
 
-class RowPiece(NamedTuple):
-    """Where the columns of one row lie in the payload."""
-
-    offset: int
-    num_bytes: int
-    check_bytes: int
-    """Bytes under one checksum, a whole number of columns; the last group may be shorter."""
-
-    @property
-    def num_checks(self) -> int:
-        """Checksums of the row."""
-        return ceil_div(self.num_bytes, self.check_bytes)
-
-
 @dataclass(frozen=True)
 class RecordHeader:
     """Header of one shard's record."""
@@ -73,8 +56,8 @@ class RecordHeader:
     stripe: StripeId
     """Epoch and group say where the other shards are; only the nonce tells stripes apart."""
     shard: int
-    k: int
-    m: int
+    shape: PayloadShape
+    """Of every record of the stripe."""
     parent: bytes
     """32-byte digest before the first block."""
     root: bytes
@@ -85,7 +68,6 @@ class RecordHeader:
     """16-byte hashes of all blocks, one after the other."""
     layout: bytes
     """First 16 bytes of the layout's fingerprint."""
-    rows: tuple[RowPiece, ...]
     checks: tuple[int, ...]
     """Checksums in the order of the payload."""
     tenant: int = 0
@@ -101,33 +83,20 @@ class RecordHeader:
         """Blocks of the extent."""
         return self.extent.num_blocks
 
-    @cached_property
+    @property
     def payload_bytes(self) -> int:
         """Bytes after the header."""
-        return sum(row.num_bytes for row in self.rows)
+        return self.shape.payload_bytes
 
-    @cached_property
+    @property
     def header_bytes(self) -> int:
         """Bytes of the packed header, a multiple of 4 KiB."""
-        return header_size(self.num_blocks, len(self.rows), len(self.checks))
+        return header_size(self.shape)
 
     @property
     def record_bytes(self) -> int:
         """Header and payload, without the padding up to the next record."""
         return self.header_bytes + self.payload_bytes
-
-    @cached_property
-    def column_step(self) -> int:
-        """Reads of columns are rounded up to a multiple of this, or to all: what can be verified."""
-        return max(row.check_bytes * self.num_blocks // row.num_bytes for row in self.rows)
-
-    @cached_property
-    def first_checks(self) -> tuple[int, ...]:
-        """Per row: index in `checks` of its first checksum."""
-        firsts = [0]
-        for row in self.rows:
-            firsts.append(firsts[-1] + row.num_checks)
-        return tuple(firsts)
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -135,45 +104,18 @@ class RecordHeader:
         return (
             self.extent,
             self.stripe,
-            self.k,
-            self.m,
+            self.shape,
             self.matrix,
             self.parent,
             self.root,
             self.first_block,
             self.hashes,
             self.layout,
-            self.rows,
             self.tenant,
             self.lineage,
             self.created_s,
             self.expiry_class,
         )
-
-    def readable_columns(self, num_columns: int) -> int:
-        """Columns that a read of the first `num_columns` >= 1 gives: rounded up to what can be verified."""
-        return min(self.num_blocks, align_up(num_columns, self.column_step))
-
-    def read_ranges(self, begin_row: int, end_row: int, num_columns: int) -> list[tuple[int, int]]:
-        """Payload ranges (offset, bytes) of rows `[begin_row, end_row)`, of each `readable_columns`.
-
-        One after the other they are those rows of the payload of a stripe with that many blocks. Ranges
-        that touch are merged.
-
-        Raises:
-            DataError: No such rows or columns.
-        """
-        if not 0 <= begin_row < end_row <= len(self.rows) or not 1 <= num_columns <= self.num_blocks:
-            raise DataError(
-                f"rows [{begin_row}, {end_row}) x {num_columns} columns of a record of "
-                f"{len(self.rows)} rows x {self.num_blocks} columns",
-                code="record.range",
-            )
-        columns = self.readable_columns(num_columns)
-        rows = self.rows[begin_row:end_row]
-        if columns == self.num_blocks:
-            return [(rows[0].offset, rows[-1].offset + rows[-1].num_bytes - rows[0].offset)]
-        return [(row.offset, row.num_bytes // self.num_blocks * columns) for row in rows]
 
     def check_fits(self, shape: StripeShape) -> None:
         """Check that the record is one shard of a stripe of this shape.
@@ -181,40 +123,18 @@ class RecordHeader:
         Raises:
             DataError: Another layout or other sizes.
         """
-        if (self.k, self.m) != (shape.k, shape.m):
-            raise DataError(f"shard of {self.k}+{self.m}, not {shape.k}+{shape.m}", code="record.shape")
-        if self.layout != shape.layout_id:
-            raise DataError("shard of another layout", code="record.shape")
-        if self.rows != row_table(shape):
-            raise DataError("shard with other rows than its layout has", code="record.shape")
+        if self.layout != shape.layout_id or self.shape != payload_shape(shape):
+            raise DataError("shard of another layout or code", code="record.shape")
 
 
-@lru_cache(maxsize=256)
-def row_table(shape: StripeShape) -> tuple[RowPiece, ...]:
-    """Rows of a shard's payload with their checksum groups.
-
-    A group is the smallest power of two of columns with at least 16 KiB, or the whole row.
-    """
-    pieces: list[RowPiece] = []
-    for offset, column in zip(shape.row_offsets, shape.column_bytes, strict=False):
-        columns = 1
-        while columns < shape.num_blocks and columns * column < CHECK_MIN_BYTES:
-            columns *= 2
-        columns = min(columns, shape.num_blocks)
-        pieces.append(RowPiece(offset, column * shape.num_blocks, column * columns))
-    return tuple(pieces)
+def header_size(shape: PayloadShape) -> int:
+    """Bytes of the header of a record of this shape, a multiple of 4 KiB."""
+    return _header_size(shape.num_blocks, len(shape.rows), shape.num_checks)
 
 
-def header_size(num_blocks: int, num_rows: int, num_checks: int) -> int:
-    """Bytes of a packed header, a multiple of 4 KiB."""
+def _header_size(num_blocks: int, num_rows: int, num_checks: int) -> int:
     used = _FIXED.size + _HASH_BYTES * num_blocks + _ROW.size * num_rows + _CHECKSUM.size * (num_checks + 1)
     return align_up(used, RECORD_ALIGN_BYTES)
-
-
-def shape_header_bytes(shape: StripeShape) -> int:
-    """Bytes of the header of a shard of this shape."""
-    rows = row_table(shape)
-    return header_size(shape.num_blocks, len(rows), sum(row.num_checks for row in rows))
 
 
 def pack_header(header: RecordHeader) -> bytes:
@@ -224,16 +144,19 @@ def pack_header(header: RecordHeader) -> bytes:
         InvariantBroken: The fields do not fit together or exceed the format.
     """
     size = header.header_bytes
-    if size > MAX_HEADER_BYTES or len(header.hashes) != _HASH_BYTES * header.num_blocks:
-        raise InvariantBroken(f"header of {size} bytes with {len(header.hashes)} bytes of hashes")
-    stripe, extent = header.stripe, header.extent
+    stripe, extent, shape = header.stripe, header.extent, header.shape
+    fits = len(header.hashes) == _HASH_BYTES * extent.num_blocks and len(header.checks) == shape.num_checks
+    if size > MAX_HEADER_BYTES or not fits or shape.num_blocks != extent.num_blocks:
+        raise InvariantBroken(
+            f"header of {size} bytes, {extent.num_blocks} blocks, {len(header.checks)} checks"
+        )
     try:
         fixed = _FIXED.pack(
             MAGIC,
             FORMAT,
             size,
-            header.k,
-            header.m,
+            shape.k,
+            shape.m,
             header.matrix,
             header.shard,
             header.generation,
@@ -251,7 +174,7 @@ def pack_header(header: RecordHeader) -> bytes:
             header.first_block,
             header.expiry_class,
             0,
-            len(header.rows),
+            len(shape.rows),
             len(header.checks),
             0,
             header.payload_bytes,
@@ -259,7 +182,7 @@ def pack_header(header: RecordHeader) -> bytes:
         checks = struct.pack(f"<{len(header.checks)}Q", *header.checks)
     except struct.error as error:
         raise InvariantBroken(f"header field out of range: {error}") from error
-    rows = b"".join(_ROW.pack(*row) for row in header.rows)
+    rows = b"".join(_ROW.pack(*row) for row in shape.rows)
     body = (fixed + header.hashes + rows + checks).ljust(size - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(checksum(body))
 
@@ -325,7 +248,7 @@ def parse_header(data: Bytes) -> RecordHeader:
         zero_b,
         payload_bytes,
     ) = _FIXED.unpack_from(data)
-    if size != header_size(num_blocks, num_rows, num_checks) or zero_a or zero_b:
+    if size != _header_size(num_blocks, num_rows, num_checks) or zero_a or zero_b:
         raise DataError("record header of a wrong size", code="record.size")
     if not num_blocks or not num_rows or not k or shard >= k + m or matrix != CAUCHY_MATRIX:
         raise DataError(f"shard {shard} of {k}+{m}, {num_blocks} blocks", code="record.fields")
@@ -334,8 +257,8 @@ def parse_header(data: Bytes) -> RecordHeader:
     hashes = bytes(view[_FIXED.size : rows_at])
     if hashes[-_HASH_BYTES:] != digest[:_HASH_BYTES]:
         raise DataError("last hash is not that of the extent", code="record.fields")
-    rows = _parse_rows(bytes(view[rows_at:checks_at]), num_blocks, num_checks)
-    if rows[-1].offset + rows[-1].num_bytes != payload_bytes:
+    shape = _parse_shape(k, m, num_blocks, num_checks, bytes(view[rows_at:checks_at]))
+    if shape.payload_bytes != payload_bytes:
         raise DataError("rows and payload differ in size", code="record.rows")
     used_end = checks_at + _CHECKSUM.size * num_checks
     if bytes(view[used_end:body_end]).strip(b"\0"):
@@ -344,14 +267,12 @@ def parse_header(data: Bytes) -> RecordHeader:
         extent=ExtentId(digest, num_blocks),
         stripe=StripeId(epoch, group, nonce),
         shard=shard,
-        k=k,
-        m=m,
+        shape=shape,
         parent=parent,
         root=root,
         first_block=first_block,
         hashes=hashes,
         layout=layout,
-        rows=rows,
         checks=struct.unpack_from(f"<{num_checks}Q", data, checks_at),
         tenant=tenant,
         lineage=lineage,
@@ -363,28 +284,23 @@ def parse_header(data: Bytes) -> RecordHeader:
 
 
 @lru_cache(maxsize=1024)
-def _parse_rows(table: bytes, num_blocks: int, num_checks: int) -> tuple[RowPiece, ...]:
+def _parse_shape(k: int, m: int, num_blocks: int, num_checks: int, table: bytes) -> PayloadShape:
     """Parse and check a row table. Cached: the records of one layout and length have the same."""
     rows = tuple(RowPiece(*fields) for fields in _ROW.iter_unpack(table))
     offset = 0
-    checks = 0
     for row in rows:
         column, rest = divmod(row.num_bytes, num_blocks)
         if row.offset != offset or rest or not column or column % COLUMN_ALIGN_BYTES:
             raise DataError("rows of a record do not follow each other", code="record.rows")
-        if not column <= row.check_bytes <= row.num_bytes or row.check_bytes % column:
+        columns, rest = divmod(row.check_bytes, column)
+        is_group = columns == num_blocks or (0 < columns < num_blocks and columns & (columns - 1) == 0)
+        if rest or not is_group:
             raise DataError("checksum groups of a record cut columns", code="record.rows")
         offset += row.num_bytes
-        checks += row.num_checks
-    # Groups are powers of two of columns, so the largest is a multiple of every other one.
-    if checks != num_checks or any(not _is_group(row, num_blocks) for row in rows):
-        raise DataError("checksum groups of a record do not cover it", code="record.rows")
-    return rows
-
-
-def _is_group(row: RowPiece, num_blocks: int) -> bool:
-    columns = row.check_bytes * num_blocks // row.num_bytes
-    return columns == num_blocks or columns & (columns - 1) == 0
+    shape = PayloadShape(k, m, num_blocks, rows)
+    if shape.num_checks != num_checks:
+        raise DataError("checksums of a record do not cover it", code="record.rows")
+    return shape
 
 
 def stamp_generation(header: Bytes, generation: int) -> bytes:
@@ -400,34 +316,26 @@ def check_payload(header: RecordHeader, payload: Bytes) -> None:
     Raises:
         ChecksumMismatch: Some byte differs, or the size does.
     """
-    if len(payload) != header.payload_bytes:
-        raise ChecksumMismatch(
-            f"payload of {len(payload)} bytes, expected {header.payload_bytes}", code="record.payload"
-        )
-    check_rows(header, payload, 0, len(header.rows), header.num_blocks)
+    check_rows(header, payload, 0, len(header.shape.rows), header.num_blocks)
 
 
-def check_rows(header: RecordHeader, pieces: Bytes, begin_row: int, end_row: int, num_columns: int) -> None:
-    """Verify what `read_ranges` of the same arguments delivers, one range after the other.
+def check_rows(header: RecordHeader, data: Bytes, begin_row: int, end_row: int, num_columns: int) -> None:
+    """Verify what `PayloadShape.read_ranges` of the same arguments gives, one range after the other.
 
     Raises:
         ChecksumMismatch: Some byte differs, or the size does.
         DataError: No such rows or columns.
     """
-    ranges = header.read_ranges(begin_row, end_row, num_columns)
-    if len(pieces) != sum(size for _, size in ranges):
-        raise ChecksumMismatch(f"{len(pieces)} bytes of rows", code="record.payload")
-    view = memoryview(pieces)
-    columns = header.readable_columns(num_columns)
-    row_begin = 0
-    for index in range(begin_row, end_row):
-        row = header.rows[index]
-        row_end = row_begin + row.num_bytes // header.num_blocks * columns
-        check = header.first_checks[index]
-        for begin in range(row_begin, row_end, row.check_bytes):
-            if checksum(view[begin : min(begin + row.check_bytes, row_end)]) != header.checks[check]:
+    ranges = header.shape.read_ranges(begin_row, end_row, num_columns)
+    if len(data) != sum(size for _, size in ranges):
+        raise ChecksumMismatch(f"{len(data)} bytes of rows", code="record.payload")
+    shape = header.shape.narrowed(num_columns)
+    view = memoryview(data)
+    base = shape.row_offsets[begin_row]
+    for tile in shape.tiles(begin_row, end_row):
+        for piece in tile.pieces:
+            check = header.checks[header.shape.first_checks[piece.row] + piece.group]
+            if checksum(view[piece.begin - base : piece.end - base]) != check:
                 raise ChecksumMismatch(
-                    f"row {index} of shard {header.shard} is damaged", code="record.payload"
+                    f"row {piece.row} of shard {header.shard} is damaged", code="record.payload"
                 )
-            check += 1
-        row_begin = row_end
