@@ -17,13 +17,19 @@ def model() -> None:
 
 @app.command()
 def info(
-    path: Annotated[Path, typer.Argument(help="Checkpoint folder, or its config.json. No weights are read.")],
+    path: Annotated[
+        Path, typer.Argument(help="Checkpoint folder, which is checked too, or a config.json alone.")
+    ],
 ) -> None:
-    """Print layers, roles, bytes per token, block and state sizes, parameters."""
+    """Print layers, roles, bytes per token, block and state sizes, parameters. Reads no weights."""
+    from millpond.engine.model.check import check_v41_files
     from millpond.engine.model.config import load_config
     from millpond.engine.model.info import describe_model
+    from millpond.engine.model_files import locate_model
 
-    typer.echo(describe_model(load_config(path / "config.json" if path.is_dir() else path)))
+    is_config = path.suffix == ".json"
+    config = load_config(path) if is_config else check_v41_files(locate_model(str(path)))
+    typer.echo(describe_model(config))
 
 
 @app.command()

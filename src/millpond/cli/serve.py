@@ -36,6 +36,9 @@ def serve(
     flags = [f"{path}={json.dumps(value)}" for path, value in given if value is not None]
     loaded = load_config(config, [*flags, *(overrides or [])])
     # Only now: a mistake in the config should not wait for the imports.
+    from millpond.serve.preflight import check_before_start
+
+    check_before_start(loaded.config, journal)
     from millpond.serve.run import serve as run_service
 
     typer.echo(f"starting {loaded.config.engine.model}, config {loaded.config.digest[:12]}", err=True)

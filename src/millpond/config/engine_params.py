@@ -18,7 +18,7 @@ class EngineParams:
     kv_memory: int = 288 * 1024 * 1024
     """Bytes of KV block memory. The default holds 101 blocks of 128 tokens of smollm2-135m in bf16."""
     max_num_seqs: int = 32
-    """Most sequences that run at once, >= 1. State slots are 1.2 times as many, plus one, for those being
-    handed over."""
+    """Most sequences that run at once, 1 ... 65536. State slots are 1.2 times as many, plus one, for those
+    being handed over."""
     max_model_len: int = 0
     """Most tokens of one sequence, prompt and output; 0 = the model's own limit."""

@@ -12,7 +12,10 @@ from millpond.config.sections import Config
 from millpond.config.serve_params import SuperviseParams
 from millpond.control.group_scheduler import GroupRole
 from millpond.core.errors import ConfigError
+from millpond.core.units import GIB, KIB, MIB
 
+DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu")
+MAX_NUM_SEQS = 65536
 MAX_RUN_DIR_CHARS = 70
 """A socket's path may have 107 characters, its name within the folder takes up to 36."""
 
@@ -28,6 +31,7 @@ def resolve(config: Config) -> Config:
     _check_gateway(config)
     _check_choices(config)
     _check_numbers(config)
+    _check_sizes(config)
     return dataclasses.replace(config, supervise=_place_folders(config))
 
 
@@ -68,6 +72,12 @@ def _check_groups(config: Config) -> None:
             param="group",
         )
     for index, group in enumerate(config.groups):
+        if group.device.partition(":")[0] not in DEVICES:
+            raise ConfigError(
+                f"group[{index}].device = {group.device!r}: must be one of {', '.join(DEVICES)},"
+                " with a number such as cuda:1 if need be",
+                param=f"group[{index}].device",
+            )
         if not group.hosts:
             raise ConfigError(
                 f"group[{index}].hosts = []: name at least one host", param=f"group[{index}].hosts"
@@ -105,7 +115,6 @@ def _check_choices(config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     at_least_one = [
-        ("engine.max_num_seqs", config.engine.max_num_seqs),
         ("engine.kv_memory", config.engine.kv_memory),
         ("prefill.max_step_tokens", config.prefill.max_step_tokens),
         ("prefill.max_held_seqs", config.prefill.max_held_seqs),
@@ -119,7 +128,6 @@ def _check_numbers(config: Config) -> None:
     ]
     for index, group in enumerate(config.groups):
         at_least_one += [
-            (f"group[{index}].ranks", group.ranks),
             (f"group[{index}].threads_per_rank", group.threads_per_rank),
         ]
     for path, value in at_least_one:
@@ -132,6 +140,22 @@ def _check_numbers(config: Config) -> None:
             f" {config.gateway.drain_s}, or running streams are cut",
             param="supervise.drain_s",
         )
+
+
+def _check_sizes(config: Config) -> None:
+    """Refuse sizes that no machine has, before something tries to build them."""
+    synthetic = config.synthetic
+    for path, value, least, most in (
+        ("engine.max_num_seqs", config.engine.max_num_seqs, 1, MAX_NUM_SEQS),
+        ("synthetic.max_num_seqs", synthetic.max_num_seqs, 1, MAX_NUM_SEQS),
+        ("synthetic.num_layers", synthetic.num_layers, 1, 1024),
+        ("synthetic.kv_bytes_per_token", synthetic.kv_bytes_per_token, 1, MIB),
+        ("synthetic.vocab_size", synthetic.vocab_size, 1, MIB),
+        ("transfer.ring_bytes", config.transfer.ring_bytes, 64 * KIB, GIB),
+        *((f"group[{i}].ranks", group.ranks, 1, 1024) for i, group in enumerate(config.groups)),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(f"{path} = {value}: must be from {least} to {most}", param=path)
 
 
 def _place_folders(config: Config) -> SuperviseParams:

@@ -12,7 +12,8 @@ class TransferParams:
     shm_dir: str = "/dev/shm"  # noqa: S108 - names are unguessable, files exclusive and unlinked at once
     """Folder in shared memory for the rings between processes of one host."""
     ring_bytes: int = 4 * 1024 * 1024
-    """Shared memory per connection, in bytes. Small enough to stay in the caches."""
+    """Shared memory per connection, 64 KiB ... 1 GiB; more is taken where four rows of a block need it. Small
+    enough to stay in the caches."""
     max_open_requests: int = 1024
     """Requests that senders may have announced to one receiver before it expects them."""
     lease_s: float = 120.0

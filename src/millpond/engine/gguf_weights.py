@@ -13,24 +13,7 @@ from gguf.quants import dequantize
 from millpond.core.errors import ModelFormatError
 from millpond.engine.gguf_file import GgufFile, GgufTensor
 from millpond.engine.llama_config import LlamaConfig
-
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "rope_factors": "rope_freqs.weight",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+from millpond.engine.llama_tensors import gguf_name
 
 
 class GgufSource:
@@ -44,7 +27,7 @@ class GgufSource:
 
     def has(self, name: str) -> bool:
         """Whether the file holds the tensor."""
-        return _gguf_name(name) in self._file.tensors
+        return gguf_name(name) in self._file.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """Dequantise one tensor, float32.
@@ -52,9 +35,9 @@ class GgufSource:
         Raises:
             ModelFormatError: The tensor is missing, of an unknown type, or the file ends before its data.
         """
-        tensor = self._file.tensors.get(_gguf_name(name))
+        tensor = self._file.tensors.get(gguf_name(name))
         if tensor is None:
-            raise self._error(_gguf_name(name), "is missing")
+            raise self._error(gguf_name(name), "is missing")
         values = self._dequantise(tensor)
         if "q_proj" in name:
             values = _split_halves(values, self._config.num_heads)
@@ -85,14 +68,6 @@ class GgufSource:
         except NotImplementedError:
             raise self._error(tensor.name, f"has type {kind.name}, which cannot be read") from None
         return values.reshape(tensor.shape)
-
-
-def _gguf_name(name: str) -> str:
-    if name in _TOP:
-        return _TOP[name]
-    _, _, layer, rest = name.split(".", 3)
-    module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER[module]}.{kind}"
 
 
 def _split_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:

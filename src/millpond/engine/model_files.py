@@ -84,7 +84,13 @@ def _locate_hf(root: Path) -> ModelFiles:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFormatError(f"{index.name}: no weight_map", code="model.files", param="weight_map")
-        files = tuple(root / str(name) for name in sorted(set(weight_map.values())))
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ModelFormatError(
+                    f"{index.name}: {name!r} is no file of the folder", code="model.files", param="weight_map"
+                )
+        files = tuple(root / name for name in names)
     else:
         files = tuple(sorted(root.glob("*.safetensors")))
     if not files:
@@ -114,7 +120,11 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ModelFormatError(
+            f"{path.name}: cannot be read: {error.strerror}", code="model.config"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path.name}: not JSON: {error}", code="model.config") from error
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path.name}: not a JSON object", code="model.config")

@@ -105,7 +105,7 @@ def _entries(file: Path, text: bytes, data_begin: int) -> dict[str, TensorEntry]
 
     try:
         record = json.loads(text, object_pairs_hook=once)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _error(file, f"has a header that is no JSON: {error}") from error
     if not isinstance(record, dict):
         raise _error(file, "has a header that is no JSON object")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from millpond.core.errors import ModelFormatError
 from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.model_files import ModelFiles, read_gguf
+from millpond.engine.safetensors_files import read_headers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,33 +68,19 @@ class SafetensorsSource:
         Raises:
             ModelFormatError: A file is not safetensors or is cut short.
         """
-        self._files = {path.name: path for path in files.weight_files}
-        self._file_by_tensor: dict[str, str] = {}
-        index = files.root / "model.safetensors.index.json"
-        if index.is_file():
-            self._file_by_tensor = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        else:
-            for path in files.weight_files:
-                with _open(path) as file:
-                    self._file_by_tensor.update(dict.fromkeys(file.keys(), path.name))
+        self._table = read_headers(files.weight_files)
 
     def has(self, name: str) -> bool:
         """Whether some file claims the tensor."""
-        return name in self._file_by_tensor
+        return name in self._table
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor in the dtype of the file."""
-        file_name = self._file_by_tensor.get(name)
-        if file_name is None:
-            where = ", ".join(sorted(self._files))
-            raise ModelFormatError(f"tensor {name} is missing from {where}", code="model.tensor", param=name)
-        with _open(self._files[file_name]) as file:
-            try:
-                return file.get_tensor(name)
-            except SafetensorError as error:
-                raise ModelFormatError(
-                    f"{file_name}: tensor {name} cannot be read: {error}", code="model.tensor", param=name
-                ) from error
+        entry = self._table.get(name)
+        if entry is None:
+            raise ModelFormatError(f"tensor {name} is missing", code="model.tensor", param=name)
+        with _open(entry.file) as file:
+            return file.get_tensor(name)
 
 
 def _open(path: Path) -> safe_open:

@@ -19,6 +19,7 @@ from millpond.config.journal import DispatcherSetup, GroupSetup, JournalWriter, 
 from millpond.config.sections import Config
 from millpond.config.topology import GroupSpec
 from millpond.control.group_scheduler import GroupParams, GroupRole
+from millpond.core.errors import ConfigError, ModelFormatError, UnknownModel
 from millpond.core.ids import DpRank, GroupId
 from millpond.serve.controller import Controller
 from millpond.serve.logs import configure_logging
@@ -69,11 +70,22 @@ class ProcessSpec:
 
 
 def run_process(spec: ProcessSpec) -> None:
-    """Run one role until SIGTERM. Raises what breaks it; the supervisor sees the exit status."""
+    """Run one role until SIGTERM. Raises what breaks it; the supervisor sees the exit status.
+
+    Raises:
+        SystemExit: With `EXIT_CONFIG`, the reason left in the run folder: trying again cannot help.
+    """
     _die_with_parent()
     configure_logging(process=spec.name)
     folder = RunFolder(spec.run_dir)
-    config = folder.load_config()
+    try:
+        _run_role(spec, folder, folder.load_config())
+    except (ConfigError, ModelFormatError, UnknownModel) as error:
+        folder.reason_file(spec.name).write_text(error.message, encoding="utf-8")
+        raise SystemExit(EXIT_CONFIG) from error
+
+
+def _run_role(spec: ProcessSpec, folder: RunFolder, config: Config) -> None:
     if spec.role == "gateway":
         from millpond.serve.gateway.process import run_gateway  # noqa: PLC0415 - loads the HTTP stack
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,6 @@ from pathlib import Path
 import httpx
 
 from millpond.config.sections import Config
-from millpond.config.synthetic_params import SYNTHETIC
-from millpond.core.errors import ConfigError
-from millpond.engine.model_files import locate_model
 from millpond.serve.logs import configure_logging
 from millpond.serve.run_folder import make_run_folder, remove_run_folder
 from millpond.serve.supervisor import Supervisor
@@ -25,23 +21,17 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
     """Run the service. Returns after SIGTERM or SIGINT, when everything is drained.
 
     Args:
-        config: Resolved configuration.
+        config: Resolved configuration, checked by `check_before_start`.
         journal: Folder in which every deciding object records its events and plans.
         on_ready: Called once, from another thread, with the URL when requests are answered.
 
     Raises:
-        ConfigError: The run folder or a port cannot be used.
-        UnknownModel: There is no such model.
+        ConfigError: The run folder cannot be used, or a process cannot start.
     """
     configure_logging(process="supervisor")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    if journal is not None:
-        journal.mkdir(parents=True, exist_ok=True)
-    _require_free_port(config)
-    if config.engine.model != SYNTHETIC:
-        locate_model(config.engine.model)
     folder = make_run_folder(config)
     try:
         supervisor = Supervisor(config, folder, journal)
@@ -51,18 +41,6 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
         watcher.join()
     finally:
         remove_run_folder(folder)
-
-
-def _require_free_port(config: Config) -> None:
-    """Fail now, by name, rather than in a child process."""
-    host, port = config.gateway.host, config.gateway.port
-    try:
-        with socket.create_server((host, port)):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}", param="gateway.port"
-        ) from error
 
 
 def _wait_ready(url: str, stopping: threading.Event, on_ready: Callable[[str], None]) -> None:

@@ -37,6 +37,10 @@ class RunFolder:
         """Process id of the supervisor."""
         return self.path / "supervisor.pid"
 
+    def reason_file(self, process: str) -> Path:
+        """Where a process that cannot start leaves its reason for the supervisor."""
+        return self.path / f"{process}.reason"
+
     def socket(self, name: str) -> str:
         """Endpoint of a host-local ZeroMQ socket."""
         return f"ipc://{self.path / name}"

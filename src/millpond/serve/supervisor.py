@@ -122,7 +122,7 @@ class Supervisor:
     def _on_death(self, unit: _Unit, dead: subprocess.Popen[bytes]) -> None:
         log.warning("process.died", unit=unit.name, pid=dead.pid, status=dead.returncode)
         if dead.returncode == EXIT_CONFIG:
-            self._fatal = f"{unit.name} cannot start; its reason stands above"
+            self._fatal = self._reason(unit, dead)
         for process in unit.processes:
             if process.poll() is None:
                 process.kill()
@@ -140,6 +140,14 @@ class Supervisor:
         unit.delay_s = min(max(unit.delay_s * 2, params.restart_delay_s), params.max_restart_delay_s)
         unit.num_restarts += 1
         unit.restart_at_ns = time.monotonic_ns() + int(delay_s * SECOND_NS)
+
+    def _reason(self, unit: _Unit, dead: subprocess.Popen[bytes]) -> str:
+        """What a process said before it ended with `EXIT_CONFIG`."""
+        name = unit.make_specs(unit.incarnation)[unit.processes.index(dead)].name
+        try:
+            return f"{name}: {self._folder.reason_file(name).read_text(encoding='utf-8')}"
+        except FileNotFoundError:
+            return f"{name} cannot start and left no reason"  # for example, its command line was refused
 
     def _start(self, unit: _Unit) -> None:
         unit.incarnation = max(time.time_ns(), unit.incarnation + 1)

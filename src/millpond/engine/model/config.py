@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from millpond.core.errors import ModelFormatError
-from millpond.core.shapes import ModelShape
+from millpond.core.shapes import ModelShape, VisionShape
 from millpond.engine.model.engram_ids import table_primes
 from millpond.engine.model.fields import Fields
 from millpond.engine.model.roles import derive_layers
@@ -17,6 +17,8 @@ from millpond.engine.model_files import ModelFiles
 
 MODEL_TYPE = "deepseek_v41"
 _GROUP = 32
+_MAX_COUNT = 65536
+"""Of what is listed one by one: experts, layers of the vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,17 @@ class VisionConfig:
     max_image_tokens: int
     min_pixels: int
 
+    def shape(self, out_size: int) -> VisionShape:
+        """What the tower costs; `out_size` is the width of the text model's stream."""
+        return VisionShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            width=self.width,
+            patch_size=self.patch_size,
+            downsample=self.downsample,
+            out_size=out_size,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class V41Config:
@@ -85,7 +98,7 @@ def is_v41(files: ModelFiles) -> bool:
         return False
     try:
         values = json.loads((files.root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return False  # whoever reads the file next says what is wrong with it
     return isinstance(values, dict) and values.get("model_type") == MODEL_TYPE
 
@@ -98,7 +111,7 @@ def read_config(path: Path) -> dict[str, object]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path.name}: cannot be read: {error}", code="model.config") from error
     if not isinstance(values, dict):
         raise ModelFormatError(f"{path.name}: not a JSON object", code="model.config")
@@ -208,7 +221,7 @@ def _shape(text: Fields) -> ModelShape:
         o_lora_rank=text.integer("o_lora_rank"),
         o_groups=text.integer("o_groups"),
         moe_width=text.integer("moe_intermediate_size"),
-        num_experts=text.integer("n_routed_experts"),
+        num_experts=text.integer("n_routed_experts", maximum=_MAX_COUNT),
         num_experts_per_token=text.integer("num_experts_per_tok"),
         window=text.integer("sliding_window"),
         index_heads=text.integer("index_n_heads"),
@@ -217,16 +230,16 @@ def _shape(text: Fields) -> ModelShape:
         candidate_source=text.integer("candidate_source_layer_id", minimum=0) if has_candidates else -1,
         candidate_blocks=text.integer("candidate_topk_blocks"),
         candidate_block_size=text.integer("candidate_block_size"),
-        hc_mult=text.integer("hc_mult"),
+        hc_mult=text.integer("hc_mult", maximum=64),
         engram_rows=text.integers("engram_num_embeddings"),
-        engram_max_ngram=text.integer("engram_max_ngram_size", minimum=2),
-        engram_heads=text.integer("engram_n_heads"),
+        engram_max_ngram=text.integer("engram_max_ngram_size", minimum=2, maximum=64),
+        engram_heads=text.integer("engram_n_heads", maximum=64),
         engram_head_dim=text.integer("engram_head_dim"),
         num_draft_stages=num_stages,
         num_draft_tokens=text.integer("dspark_block_size") if num_stages else 0,
         draft_targets=targets,
         draft_markov_rank=text.integer("dspark_markov_rank") if num_stages else 0,
-        draft_num_experts=text.integer("dspark_n_routed_experts") if num_stages else 0,
+        draft_num_experts=text.integer("dspark_n_routed_experts", maximum=_MAX_COUNT) if num_stages else 0,
         draft_num_experts_per_token=text.integer("dspark_num_experts_per_tok") if num_stages else 0,
     )
     _check_widths(text, shape)
@@ -318,7 +331,7 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
 def _vision(fields: Fields) -> VisionConfig:
     fields.must_be("max_wh_ratio", None, None)
     vision = VisionConfig(
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=_MAX_COUNT),
         hidden_size=fields.integer("hidden_size"),
         num_heads=fields.integer("num_attention_heads"),
         width=fields.integer("intermediate_size"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
 from millpond.core.errors import ModelFormatError
 
+MAX_INTEGER = 2**31 - 1
+"""No size of a model is larger; checking larger ones could take for ever."""
 _REQUIRED = object()
 
 
@@ -41,17 +44,19 @@ class Fields:
         if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
             self.refuse(field, f"is {value!r}; this engine runs {wanted!r} only")
 
-    def integer(self, field: str, *, minimum: int = 1) -> int:
-        """Return an integer of at least `minimum`."""
+    def integer(self, field: str, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """Return an integer from `minimum` to `maximum`."""
         value = self._values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.refuse(field, f"is {value!r}, not an integer >= {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(field, f"is {value!r}, not an integer from {minimum} to {maximum}")
         return value
 
     def number(self, field: str, *, minimum: float = 0.0) -> float:
         """Return a number of at least `minimum`."""
         value = self._values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= minimum:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(field, f"is {value!r}, not a number")
+        if not minimum <= value <= sys.float_info.max:
             self.refuse(field, f"is {value!r}, not a number >= {minimum:g}")
         return float(value)
 
@@ -63,11 +68,11 @@ class Fields:
         return value
 
     def integers(self, field: str) -> tuple[int, ...]:
-        """Return a list of integers >= 0."""
+        """Return a list of integers from 0 to `MAX_INTEGER`."""
         value = self._values.get(field)
         if not isinstance(value, list):
             self.refuse(field, f"is {value!r}, not a list")
         for item in value:
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                self.refuse(field, f"holds {item!r}, not an integer >= 0")
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INTEGER:
+                self.refuse(field, f"holds {item!r}, not an integer from 0 to {MAX_INTEGER}")
         return tuple(value)
