@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millpond.core.request import SloClass
+
+
+@dataclass(frozen=True, slots=True)
+class EffortParams:
+    """What the names of `reasoning_effort` mean to a model that takes numbers from 1 to 100.
+
+    Source: v41_model.md section 13, the table of the official encoding since October 2026.
+    """
+
+    minimal: int = 50
+    """`minimal`."""
+    low: int = 50
+    """`low`."""
+    medium: int = 75
+    """`medium`."""
+    high: int = 75
+    """`high`; also that of requests which ask for reasoning and for no effort."""
+    xhigh: int = 75
+    """`xhigh`."""
+    max: int = 100
+    """`max`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +60,10 @@ class GatewayParams:
     """`/ready` turns red when work waits and no token was produced for so long."""
     drain_s: float = 30.0
     """Time that running streams get to finish after SIGTERM."""
+    thinks_by_default: bool = True
+    """Chats that do not say whether to reason first do so, if the model can."""
+    efforts: EffortParams = field(default_factory=EffortParams)
+    """Numbers behind the names of `reasoning_effort`."""
 
 
 @dataclass(frozen=True, slots=True)

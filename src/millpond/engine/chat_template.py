@@ -1,19 +1,10 @@
-"""Render conversations through the model's own Jinja template and encode them safely.
-
-A template writes control tokens around what people wrote. Whatever people wrote must stay text, so before
-rendering each of their strings is protected: a mark (a Unicode noncharacter that none of them contains) is
-put inside every control token that it spells, and at either end where it could be one part of a control
-token that its neighbour completes. Control tokens are then looked for in the rendered text; those spelled by
-people are split by the mark and not found; and the marks are removed. Templates meet strings that look and
-behave as before.
-"""
+"""Render conversations through the model's own Jinja template and encode them safely (see `text_guard`)."""
 
 from __future__ import annotations
 
 import json
-import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +16,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from millpond.core.errors import InvalidRequest, ModelFormatError
+from millpond.engine.text_guard import TextGuard, pick_mark
 from millpond.engine.tokenizer import Tokenizer
 
 FALLBACK_TEMPLATE = (
@@ -35,8 +27,6 @@ FALLBACK_TEMPLATE = (
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 """Roles may form control tokens (`<|user|>`) and are ours; any other role is a client's string."""
-_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""The noncharacters that Unicode reserves for a program's own use."""
 
 
 def _utc_now() -> datetime:
@@ -71,7 +61,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFormatError(f"chat template: {error}", code="model.chat_template") from error
         self._tokenizer = tokenizer
-        self._guard = _Guard(tokenizer.control_ids)
+        self._guard = TextGuard(tokenizer.control_ids)
 
     def render(
         self,
@@ -115,7 +105,7 @@ class ChatTemplate:
         Raises:
             InvalidRequest: The template refuses the conversation, or the text is not valid Unicode.
         """
-        mark = _pick_mark([*messages, *tools])
+        mark = pick_mark([*messages, *tools])
         protected = [
             {
                 name: value if name == "role" and value in _KNOWN_ROLES else self._guard.protect(value, mark)
@@ -128,38 +118,6 @@ class ChatTemplate:
         return self._tokenizer.encode_trusted(text, mark)
 
 
-class _Guard:
-    """Splits control tokens that a client's strings spell, alone or with what stands next to them."""
-
-    def __init__(self, control_texts: Mapping[str, int]) -> None:
-        texts = sorted(control_texts)
-        begins = "|".join(map(re.escape, texts)) or r"(?!)"
-        # A lookahead, so that a token which begins inside another one is split as well.
-        self._first_letter = re.compile(f"(?=(?:{begins}))(.)", re.DOTALL)
-        self._heads = frozenset(text[:length] for text in texts for length in range(1, len(text)))
-        self._tails = frozenset(text[-length:] for text in texts for length in range(1, len(text)))
-        self._max_length = max(map(len, texts), default=1) - 1
-
-    def protect(self, value: Any, mark: str) -> Any:
-        """The same value with marks in its strings."""
-        match value:
-            case str():
-                return self._protect_text(value, mark)
-            case Mapping():
-                return {self.protect(key, mark): self.protect(item, mark) for key, item in value.items()}
-            case list() | tuple():
-                return [self.protect(item, mark) for item in value]
-            case _:
-                return value
-
-    def _protect_text(self, text: str, mark: str) -> str:
-        lengths = range(1, min(self._max_length, len(text)) + 1)
-        is_tail = any(text[:length] in self._tails for length in lengths)
-        is_head = any(text[-length:] in self._heads for length in lengths)
-        text = self._first_letter.sub(rf"\1{mark}", text)
-        return (mark if is_tail else "") + text + (mark if is_head else "")
-
-
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`: marks the assistant's text for training; here it only renders what it encloses."""
 
@@ -169,31 +127,6 @@ class _GenerationTag(jinja2.ext.Extension):
         """Give back the enclosed nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _pick_mark(values: Sequence[Any]) -> str:
-    used = set().union(*map(set, _strings(values)))
-    for mark in _MARKS:
-        if mark not in used:
-            return mark
-    raise InvalidRequest(
-        "the messages contain all 32 Unicode noncharacters U+FDD0 to U+FDEF", code="invalid_unicode"
-    )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for key, item in value.items():
-                yield from _strings(key)
-                yield from _strings(item)
-        case list() | tuple():
-            for item in value:
-                yield from _strings(item)
-        case _:
-            pass
 
 
 def _to_json(

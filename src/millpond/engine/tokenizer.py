@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from millpond.core.errors import InvalidRequest
 from millpond.core.request import token_ids
@@ -143,6 +143,13 @@ class Tokenizer:
     def make_detokenizer(self) -> Detokenizer:
         """Start the text of a new sequence."""
         return Detokenizer(self._texts)
+
+    def detokenizer_with(self, control_texts: Iterable[str]) -> Callable[[], Detokenizer]:
+        """Make what starts the text of a new sequence in which some control tokens have their text."""
+        texts = list(self._texts)
+        for text in control_texts:
+            texts[self.control_ids[text]] = text.encode()
+        return lambda: Detokenizer(texts)
 
     def _encode_piece(self, text: str, mark: str, *, is_first: bool) -> list[int]:
         text = text.replace(mark, "") if mark else text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ _GGUF_SPLITS = {
 """Name in `tokenizer.ggml.pre` -> patterns by which text is cut before merging, one after the other."""
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
+def load_tokenizer(files: ModelFiles, control_texts: Collection[str] = ()) -> Tokenizer:
     """Load the tokenizer that belongs to a model.
+
+    Args:
+        files: The model.
+        control_texts: Added tokens that are control tokens whether or not `tokenizer.json` says so.
 
     Raises:
         ModelFormatError: It is missing, broken or of a kind that is not supported (named).
@@ -41,17 +45,19 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     if files.kind == "gguf":
         file = read_gguf(files.weight_files[0])
         return _from_gguf(file.metadata, file.path.name)
-    return _from_hf(files.root)
+    return _from_hf(files.root, control_texts)
 
 
 # --- Hugging Face folder ----------------------------------------------------------------------------
 
 
-def _from_hf(root: Path) -> Tokenizer:
+def _from_hf(root: Path, control_texts: Collection[str]) -> Tokenizer:
     path = root / "tokenizer.json"
     record = _read_json(path)
     if record is None:
         raise ModelFormatError(f"{root.name}: no tokenizer.json in the model folder", code="model.tokenizer")
+    for added in record.get("added_tokens") or ():
+        added["special"] = added.get("special", False) or added.get("content") in control_texts
     core = _parse(record, path.name)
     to_bytes = _bytes_rule(record, path.name)
     settings = _read_json(root / "tokenizer_config.json") or {}

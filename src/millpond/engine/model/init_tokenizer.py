@@ -9,25 +9,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from millpond.core.errors import ModelFormatError
+from millpond.engine.model.chat_encoding import BOS, CONTROL_TEXTS, EOS
 from millpond.engine.model.config import V41Config
 
-_BOS, _EOS, _PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-_MARKS = ("<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜")
+_PAD = "<｜▁pad▁｜>"
+_MARKS = tuple(text for text in CONTROL_TEXTS if text not in (BOS, EOS))
 _IMAGE, _NOISE = "<｜deepseek_image｜>", "<｜dspark_noise｜>"
 _NUM_BYTES = 256
-
-_CHAT_TEMPLATE = """\
-{{ bos_token }}
-{%- for m in messages %}
-  {%- if m.role == 'system' %}{{ '<｜System｜>' + m.content }}
-  {%- elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}
-  {%- elif m.role == 'assistant' %}{{ '<｜Assistant｜></think>' + m.content + eos_token }}
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-  {{- '<｜Assistant｜>' + ('<think>' if enable_thinking else '</think>') }}
-{%- endif %}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +29,9 @@ class MadeTokenizer:
         self.core.save(str(folder / "tokenizer.json"))
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": _BOS,
-            "eos_token": _EOS,
+            "bos_token": BOS,
+            "eos_token": EOS,
             "pad_token": _PAD,
-            "chat_template": _CHAT_TEMPLATE,
         }
         text = json.dumps(settings, indent=1, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -57,7 +44,7 @@ def make_tokenizer(config: V41Config) -> MadeTokenizer:
         ModelFormatError: The vocabulary is too small, or two special tokens share an id.
     """
     size = config.shape.vocab_size
-    fixed = {_BOS: config.bos_token_id, _EOS: config.eos_token_id, _PAD: config.pad_token_id}
+    fixed = {BOS: config.bos_token_id, EOS: config.eos_token_id, _PAD: config.pad_token_id}
     if config.image_token_id is not None:
         fixed[_IMAGE] = config.image_token_id
     if config.shape.num_draft_stages:

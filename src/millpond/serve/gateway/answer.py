@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from millpond.core.errors import (
     ClientError,
     DeadlineExceeded,
     Forbidden,
+    InvariantBroken,
     MillpondError,
     OverloadError,
     RateLimited,
     Unauthorized,
 )
 from millpond.core.events import TokenOut
+from millpond.engine.chat_format import ReplyText
 from millpond.serve.gateway import openai_schema as schema
-from millpond.serve.gateway.assembly import Piece
+from millpond.serve.gateway.assembly import CallPart, Piece
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.validate import PreparedCall
 
@@ -35,14 +39,18 @@ class AnswerHead:
     system_fingerprint: str
 
 
-def make_usage(prepared: PreparedCall, num_output_tokens: int) -> schema.Usage:
+def make_usage(prepared: PreparedCall, num_output_tokens: int, num_reasoning_tokens: int) -> schema.Usage:
     """Token counts of a call."""
+    details: schema.CompletionTokensDetails | UnsetType = UNSET
+    if prepared.make_parser is not None:
+        details = schema.CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens)
     num_prompt_tokens = prepared.num_prompt_tokens
     return schema.Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
         prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=0),
+        completion_tokens_details=details,
     )
 
 
@@ -94,57 +102,71 @@ def make_answer(
     prepared: PreparedCall,
     model: ServedModel,
     pieces: Sequence[Piece],
-    num_output_tokens: int,
+    usage: schema.Usage,
 ) -> schema.ChatAnswer | schema.CompletionAnswer:
     """Join all pieces of a call to its whole answer."""
-    texts = [[prepared.echo[index // prepared.num_choices]] for index in range(prepared.num_sequences)]
-    tokens: list[list[TokenOut]] = [[] for _ in texts]
-    finish = ["stop"] * len(texts)
+    by_choice: list[list[Piece]] = [[] for _ in range(prepared.num_sequences)]
     for piece in pieces:
-        texts[piece.choice].append(piece.text)
-        if piece.token is not None:
-            tokens[piece.choice].append(piece.token)
-        if piece.finish is not None:
-            finish[piece.choice] = piece.finish.value
-    usage = make_usage(prepared, num_output_tokens)
-    has_logprobs = prepared.sampling.num_logprobs >= 0
+        by_choice[piece.choice].append(piece)
+    fields = {
+        "id": head.id,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.system_fingerprint,
+        "usage": usage,
+    }
     if prepared.is_chat:
-        chat_choices = [
-            schema.ChatChoice(
-                index=index,
-                message=schema.AnswerMessage(content="".join(texts[index])),
-                logprobs=schema.ChatLogprobs(content=[chat_logprob(each, model) for each in tokens[index]])
-                if has_logprobs
-                else None,
-                finish_reason=finish[index],  # type: ignore[arg-type]
-            )
-            for index in range(len(texts))
-        ]
-        return schema.ChatAnswer(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
-            choices=chat_choices,
-            usage=usage,
+        chat = [_chat_choice(index, each, prepared, model) for index, each in enumerate(by_choice)]
+        return schema.ChatAnswer(choices=chat, **fields)
+    choices = [_completion_choice(index, each, prepared, model) for index, each in enumerate(by_choice)]
+    return schema.CompletionAnswer(choices=choices, **fields)
+
+
+def _chat_choice(
+    index: int, pieces: Sequence[Piece], prepared: PreparedCall, model: ServedModel
+) -> schema.ChatChoice:
+    content = "".join(piece.content for piece in pieces)
+    parts = [part for piece in pieces for part in piece.parts]
+    calls = [
+        schema.AnsweredCall(
+            id=part.id,
+            function=schema.AnsweredFunction(name=part.name, arguments="".join(part.fragments)),
         )
-    choices = [
-        schema.CompletionChoice(
-            index=index,
-            text="".join(texts[index]),
-            logprobs=completion_logprobs(tokens[index], model, 0) if has_logprobs else None,
-            finish_reason=finish[index],  # type: ignore[arg-type]
-        )
-        for index in range(len(texts))
+        for part in parts
+        if isinstance(part, CallPart)
     ]
-    return schema.CompletionAnswer(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=choices,
-        usage=usage,
-    )
+    message = schema.AnswerMessage(content=None if calls and not content else content)
+    if prepared.make_parser is not None:
+        message.reasoning_content = "".join(
+            part.text for part in parts if isinstance(part, ReplyText) and part.is_reasoning
+        )
+    if calls:
+        message.tool_calls = calls
+    logprobs = None
+    if prepared.sampling.num_logprobs >= 0:
+        logprobs = schema.ChatLogprobs(content=[chat_logprob(token, model) for token in _tokens(pieces)])
+    return schema.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(pieces))
+
+
+def _completion_choice(
+    index: int, pieces: Sequence[Piece], prepared: PreparedCall, model: ServedModel
+) -> schema.CompletionChoice:
+    text = prepared.echo[index // prepared.num_choices] + "".join(piece.content for piece in pieces)
+    logprobs = None
+    if prepared.sampling.num_logprobs >= 0:
+        logprobs = completion_logprobs(_tokens(pieces), model, 0)
+    return schema.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=_finish(pieces))
+
+
+def _tokens(pieces: Sequence[Piece]) -> list[TokenOut]:
+    return [piece.token for piece in pieces if piece.token is not None]
+
+
+def _finish(pieces: Sequence[Piece]) -> schema.FinishWord:
+    finish = pieces[-1].finish
+    if finish is None:
+        raise InvariantBroken("an answer is made of a choice that has not ended")
+    return finish
 
 
 def make_error(error: MillpondError) -> schema.ErrorAnswer:

@@ -17,6 +17,7 @@ import millpond
 from millpond.core.errors import InvalidRequest, MillpondError
 from millpond.serve.gateway import openai_schema as schema
 from millpond.serve.gateway.bad_input import decode_body, refuse
+from millpond.serve.gateway.conversation import make_conversation
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.generate import GenerateEndpoint
 from millpond.serve.gateway.http_io import (
@@ -34,7 +35,8 @@ from millpond.serve.gateway.metrics import CONTENT_TYPE
 from millpond.serve.gateway.openapi import make_document
 from millpond.serve.gateway.service_metrics import render_service
 from millpond.serve.gateway.tenants import Tenant
-from millpond.serve.gateway.validate import check_model, plain_messages
+from millpond.serve.gateway.thinking import pick_effort
+from millpond.serve.gateway.validate import check_model
 
 REPORT_DEADLINE_S = 1.0
 """Time the controller gets to answer a scrape; without it the gateway's own metrics are given."""
@@ -111,10 +113,15 @@ class _SmallRoutes:
             if (asked.prompt is None) == (asked.messages is None):
                 refuse("prompt", asked.prompt, "give either `prompt` or `messages`")
             if asked.messages is not None:
-                messages = plain_messages(asked.messages)
-                return self._gateway.model.encode_chat(
-                    messages, asked.tools or [], asked.add_generation_prompt
+                model = self._gateway.model
+                conversation = make_conversation(
+                    asked.messages,
+                    asked.tools,
+                    model,
+                    reasoning_effort=pick_effort(asked, self._gateway.params, can_think=model.can_think),
+                    add_generation_prompt=asked.add_generation_prompt,
                 )
+                return model.encode_chat(conversation).ids
             return self._gateway.model.encode_text(asked.prompt or "")
 
         ids = (await run_for_body(make_ids, body)).tolist()

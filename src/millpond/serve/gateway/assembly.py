@@ -1,12 +1,17 @@
-"""From token events to pieces of text: the one path that streamed and whole answers share.
+"""From token events to pieces of answers: the one path that streamed and whole answers share.
 
-A piece is what one token adds to one choice. A token whose text is held back (half a character, or the
-beginning of what may become a stop string) makes a piece without text; its text joins a later piece.
+    ids -> text -> reasoning, content and calls (where replies have them) -> content up to a stop string
+
+A piece is what one token adds to one choice. A token whose text is held back (half a character, the beginning
+of what may become a marker or a stop string, a call that is not complete) makes a piece without parts; its
+text joins a later piece. Stop strings come last and see content only, so that they can neither cut a marker
+nor be found in one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from millpond.core.errors import (
     ContextTooLong,
@@ -16,35 +21,72 @@ from millpond.core.errors import (
 )
 from millpond.core.events import TokenOut
 from millpond.core.request import FinishReason
+from millpond.engine.chat_format import ReplyCall, ReplyParser, ReplyText
 from millpond.serve.gateway.link import Call, CallEvent, Ending
+from millpond.serve.gateway.openai_schema import FinishWord
 from millpond.serve.gateway.served_model import Detokenizer, ServedModel
 from millpond.serve.gateway.stop import StopMatcher
 from millpond.serve.gateway.validate import PreparedCall
 
 
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """One complete tool call of a choice."""
+
+    index: int
+    id: str
+    name: str
+    fragments: tuple[str, ...]
+    """Its arguments: joined they are the text of a JSON object."""
+
+
+Part = ReplyText | CallPart
+
+
 class Piece:
     """What one token adds to one choice of a call."""
 
-    __slots__ = ("choice", "finish", "text", "token")
+    __slots__ = ("choice", "finish", "parts", "token")
 
-    def __init__(self, choice: int, text: str, token: TokenOut | None, finish: FinishReason | None) -> None:
+    def __init__(
+        self, choice: int, parts: Sequence[Part], token: TokenOut | None, finish: FinishWord | None
+    ) -> None:
         self.choice = choice
-        self.text = text
+        self.parts = parts
+        """In order; no text is empty."""
         self.token = token
         """None for the token that ended the choice without being part of its text."""
-        self.finish = finish
-        """STOP or LENGTH on the last piece of a choice."""
+        self.finish: FinishWord | None = finish
+        """On the last piece of a choice."""
+
+    @property
+    def content(self) -> str:
+        """Text of the answer proper."""
+        return "".join(
+            part.text for part in self.parts if isinstance(part, ReplyText) and not part.is_reasoning
+        )
 
 
 class _Choice:
-    """Text of one sequence so far."""
+    """One sequence so far."""
 
-    __slots__ = ("detokenizer", "is_done", "matcher", "num_tokens")
+    __slots__ = (
+        "detokenizer",
+        "is_done",
+        "matcher",
+        "num_calls",
+        "num_reasoning_tokens",
+        "num_tokens",
+        "parser",
+    )
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer, parser: ReplyParser | None, stop: tuple[str, ...]) -> None:
         self.detokenizer = detokenizer
+        self.parser = parser
         self.matcher = StopMatcher(stop) if stop else None
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_calls = 0
         self.is_done = False
 
 
@@ -55,14 +97,19 @@ class Assembly:
         prepared: The call.
         model: Gives the detokenizers.
         call: Where sequences are cancelled once their text is complete.
+        call_id: The call's id; ids of tool calls derive from it, so that they stay the same whatever happens.
     """
 
-    def __init__(self, prepared: PreparedCall, model: ServedModel, call: Call) -> None:
+    def __init__(self, prepared: PreparedCall, model: ServedModel, call: Call, call_id: str) -> None:
         self._call = call
+        self._call_id = call_id
         self._min_tokens = prepared.sampling.min_tokens
         self._stop_ids = frozenset(prepared.sampling.stop_token_ids)
+        make_detokenizer = model.make_chat_detokenizer if prepared.is_chat else model.make_detokenizer
+        make_parser = prepared.make_parser
         self._choices = [
-            _Choice(model.make_detokenizer(), prepared.stop) for _ in range(prepared.num_sequences)
+            _Choice(make_detokenizer(), make_parser() if make_parser else None, prepared.stop)
+            for _ in range(prepared.num_sequences)
         ]
         self._num_running = len(self._choices)
 
@@ -75,6 +122,11 @@ class Assembly:
     def num_output_tokens(self) -> int:
         """Tokens of all choices, ending tokens included."""
         return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of them up to the end of the reasoning, its marker included."""
+        return sum(choice.num_reasoning_tokens for choice in self._choices)
 
     def take(self, events: Sequence[CallEvent]) -> list[Piece]:
         """Make the pieces of some events; events of a choice after its last piece are dropped.
@@ -94,35 +146,74 @@ class Assembly:
 
     def _piece(self, index: int, choice: _Choice, token: TokenOut) -> Piece:
         choice.num_tokens += 1
+        if choice.parser is not None and choice.parser.is_reasoning:
+            choice.num_reasoning_tokens += 1
         finish = token.finish
         if finish is None:
             text = choice.detokenizer.push(token.token_id)
-            # Like stop tokens, stop strings count only after `min_tokens`.
-            if choice.matcher is not None and text and choice.num_tokens > self._min_tokens:
-                text, is_stopped = choice.matcher.push(text)
-                if is_stopped:
-                    self._call.cancel(index)
-                    return self._last(index, choice, text, token, FinishReason.STOP)
-            return Piece(index, text, token, None)
+            parts, is_stopped = self._parts(index, choice, text, is_last=False)
+            if is_stopped:
+                self._call.cancel(index)
+                return self._last(index, choice, parts, token, FinishReason.STOP)
+            return Piece(index, parts, token, None)
         if finish is not FinishReason.STOP and finish is not FinishReason.LENGTH:
             raise error_of(Ending(finish, "the sequence was ended by its worker"))
         is_text = not (finish is FinishReason.STOP and token.token_id in self._stop_ids)
         text = choice.detokenizer.push(token.token_id) if is_text else ""
         text += choice.detokenizer.flush()
-        if choice.matcher is not None and choice.num_tokens > self._min_tokens:
-            text, is_stopped = choice.matcher.push(text)
-            if is_stopped:
-                finish = FinishReason.STOP
+        parts, is_stopped = self._parts(index, choice, text, is_last=True)
+        if is_stopped:
+            finish = FinishReason.STOP
+        return self._last(index, choice, parts, token if is_text else None, finish)
+
+    def _parts(self, index: int, choice: _Choice, text: str, *, is_last: bool) -> tuple[list[Part], bool]:
+        """Parts that some text adds, and whether a stop string ended them."""
+        parser, matcher = choice.parser, choice.matcher
+        if parser is None:
+            replies: list[ReplyText | ReplyCall] = [ReplyText(text, is_reasoning=False)] if text else []
+        else:
+            replies = parser.push(text) + (parser.flush() if is_last else [])
+        parts: list[Part] = []
+        # Like stop tokens, stop strings count only after `min_tokens`.
+        matches = matcher is not None and choice.num_tokens > self._min_tokens
+        for reply in replies:
+            if isinstance(reply, ReplyText) and not reply.is_reasoning and matcher is not None and matches:
+                content, is_stopped = matcher.push(reply.text)
+                _add_content(content, parts)
+                if is_stopped:
+                    return parts, True
+                continue
+            if matcher is not None:
+                _add_content(matcher.flush(), parts)
+            if isinstance(reply, ReplyCall):
+                parts.append(
+                    CallPart(
+                        choice.num_calls,
+                        f"call_{self._call_id}_{index}_{choice.num_calls}",
+                        reply.name,
+                        reply.fragments,
+                    )
+                )
+                choice.num_calls += 1
             else:
-                text += choice.matcher.flush()
-        return self._last(index, choice, text, token if is_text else None, finish)
+                parts.append(reply)
+        if is_last and matcher is not None:
+            _add_content(matcher.flush(), parts)
+        return parts, False
 
     def _last(
-        self, index: int, choice: _Choice, text: str, token: TokenOut | None, finish: FinishReason
+        self, index: int, choice: _Choice, parts: list[Part], token: TokenOut | None, finish: FinishReason
     ) -> Piece:
         choice.is_done = True
         self._num_running -= 1
-        return Piece(index, text, token, finish)
+        if finish is FinishReason.LENGTH:
+            return Piece(index, parts, token, "length")
+        return Piece(index, parts, token, "tool_calls" if choice.num_calls else "stop")
+
+
+def _add_content(text: str, parts: list[Part]) -> None:
+    if text:
+        parts.append(ReplyText(text, is_reasoning=False))
 
 
 def error_of(ending: Ending) -> MillpondError:

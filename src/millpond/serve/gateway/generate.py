@@ -13,7 +13,7 @@ import millpond
 from millpond.core.errors import MillpondError
 from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Permit
-from millpond.serve.gateway.answer import AnswerHead, make_answer
+from millpond.serve.gateway.answer import AnswerHead, make_answer, make_usage
 from millpond.serve.gateway.assembly import Assembly, Piece
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.http_io import (
@@ -26,8 +26,11 @@ from millpond.serve.gateway.http_io import (
     send_response,
 )
 from millpond.serve.gateway.link import Call
+from millpond.serve.gateway.openai_schema import Usage
 from millpond.serve.gateway.stream import error_event, make_format
 from millpond.serve.gateway.validate import PreparedCall
+
+_CHAT_ID = "chatcmpl-"
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +52,7 @@ class GenerateEndpoint:
         arrived_ns = gateway.clocks.monotonic_ns()
         body = await read_body(request, gateway.params)
         prepared = await run_for_body(lambda: gateway.prepare(body, is_chat=self._is_chat), body)
-        call_id = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
+        call_id = (_CHAT_ID if self._is_chat else "cmpl-") + secrets.token_hex(12)
         specs = gateway.make_specs(call_id, prepared, tenant)
         with (
             gateway.admission.admit(tenant, len(specs), prepared.num_prompt_tokens) as permit,
@@ -93,7 +96,7 @@ class _Run:
         self._arrived_ns = arrived_ns
         self._request_id = request_id
         self._first_ns: int | None = None
-        self._assembly = Assembly(prepared, gateway.model, call)
+        self._assembly = Assembly(prepared, gateway.model, call, head.id.removeprefix(_CHAT_ID))
         self._reason = "aborted"
 
     async def answer(self, send: Send) -> None:
@@ -120,16 +123,14 @@ class _Run:
         pieces = self._assembly.take(events)
         for piece in pieces:
             if piece.finish is not None:
-                self._reason = piece.finish.value
+                self._reason = piece.finish
         return pieces
 
     async def _whole(self, send: Send) -> None:
         pieces: list[Piece] = []
         while not self._assembly.is_done:
             pieces += await self._next()
-        answer = make_answer(
-            self._head, self._prepared, self._gateway.model, pieces, self._assembly.num_output_tokens
-        )
+        answer = make_answer(self._head, self._prepared, self._gateway.model, pieces, self._usage())
         await send_response(send, json_response(answer))
 
     async def _stream(self, send: Send) -> None:
@@ -146,11 +147,15 @@ class _Run:
                 if assembly.is_done:
                     break
                 pieces = await self._next()
-            data = form.end(assembly.num_output_tokens)
+            data = form.end(self._usage())
         except MillpondError as error:
             self._reason = error.code
             data = error_event(error)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def _usage(self) -> Usage:
+        assembly = self._assembly
+        return make_usage(self._prepared, assembly.num_output_tokens, assembly.num_reasoning_tokens)
 
     def _book(self) -> None:
         num_tokens = self._assembly.num_output_tokens

@@ -46,6 +46,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
 
 
@@ -56,11 +58,47 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool = False
 
 
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A schema that the answer shall follow; `strict` asks for a guarantee."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Only `text` is supported so far."""
+    """`text`; or `json_schema` without `strict`, which asks the model and guarantees nothing."""
 
     type: str
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Names a function."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The one tool to call."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class ThinkingSwitch(Struct, forbid_unknown_fields=True, kw_only=True):
+    """DeepSeek's form of the switch."""
+
+    type: Literal["enabled", "disabled"]
+
+
+class ChatTemplateKwargs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What vLLM's and SGLang's clients put here."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | int | None = None
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -101,7 +139,10 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    reasoning_effort: str | int | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
     response_format: ResponseFormat | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -114,7 +155,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     store: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -138,6 +178,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | int | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
     add_generation_prompt: bool = True
 
 
@@ -150,11 +193,20 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 # --- answers ----------------------------------------------------------------------------------
 
+FinishWord = Literal["stop", "length", "tool_calls"]
+"""Why a choice ended."""
+
 
 class PromptTokensDetails(Struct, kw_only=True):
     """Where the prompt's KV came from."""
 
     cached_tokens: int = 0
+
+
+class CompletionTokensDetails(Struct, kw_only=True):
+    """What the output tokens were spent on."""
+
+    reasoning_tokens: int
 
 
 class Usage(Struct, kw_only=True):
@@ -164,6 +216,8 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Only of models that reason."""
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -196,12 +250,29 @@ class CompletionLogprobs(Struct, kw_only=True):
     top_logprobs: list[dict[str, float]]
 
 
-class AnswerMessage(Struct, kw_only=True):
-    """The assistant's message."""
+class AnsweredFunction(Struct, kw_only=True):
+    """A function to call, its arguments as JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Struct, kw_only=True):
+    """A tool call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnsweredFunction
+
+
+class AnswerMessage(Struct, kw_only=True):
+    """The assistant's message. `content` is null if there are calls and no text."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -210,7 +281,7 @@ class ChatChoice(Struct, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishWord
 
 
 class ChatAnswer(Struct, kw_only=True):
@@ -225,11 +296,29 @@ class ChatAnswer(Struct, kw_only=True):
     system_fingerprint: str | None = None
 
 
+class FunctionDelta(Struct, kw_only=True):
+    """What a chunk adds to a call: its name comes once, its arguments in pieces of one JSON text."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(Struct, kw_only=True):
+    """What a chunk adds to the call number `index`."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(Struct, kw_only=True):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -238,7 +327,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishWord | None
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -259,7 +348,7 @@ class CompletionChoice(Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishWord | None
 
 
 class CompletionAnswer(Struct, kw_only=True):

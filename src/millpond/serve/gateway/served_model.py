@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from millpond.engine.chat_format import ChatPrompt, Conversation
 
 
 class Detokenizer(Protocol):
@@ -30,14 +32,18 @@ class ServedModel:
     stop_token_ids: tuple[int, ...]
     """End-of-sequence ids; a client may ignore them."""
     supports_tools: bool
-    """The chat template renders `tools`."""
+    """The chat encoding writes `tools`."""
+    can_think: bool
+    """Its chat encoding has a thinking mode, can open a call and ask for a schema; replies are parsed."""
+    text_joiner: str
+    """Between the text parts of one message."""
     encode_text: Callable[[str], array[int]]
     """Ids of untrusted text."""
-    encode_chat: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], array[int]]
-    """(messages, tools, add_generation_prompt) -> ids of the rendered conversation.
+    encode_chat: Callable[[Conversation], ChatPrompt]
+    """A conversation as the model reads it.
 
     Raises:
-        InvalidRequest: If the template refuses the conversation.
+        InvalidRequest: If the encoding refuses the conversation.
     """
     decode: Callable[[Sequence[int]], str]
     token_bytes: Callable[[int], bytes]
@@ -45,3 +51,5 @@ class ServedModel:
     max_token_bytes: int
     """Length of the longest of them."""
     make_detokenizer: Callable[[], Detokenizer]
+    make_chat_detokenizer: Callable[[], Detokenizer]
+    """The same for replies in a chat: tokens that their parser needs have a text."""

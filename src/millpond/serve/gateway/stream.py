@@ -5,7 +5,8 @@
 
 `finish_reason` is null in every chunk but the last of a choice, and that one carries no text. There is
 one event per token; a token whose text is held back has an event of its own only if logprobs were
-asked for (they belong to the token), else its text joins the choice's next event. With
+asked for (they belong to the token), else its text joins the choice's next event. The token that completes
+a tool call has several: one with its id and name, then its arguments in fragments of one JSON text. With
 `include_usage` every chunk has a `usage` field, null in all but the last, whose `choices` are empty.
 
 The constant bytes of a chunk are made once per call and choice, so that a token costs one JSON string.
@@ -20,16 +21,14 @@ import msgspec
 
 from millpond.core.errors import MillpondError
 from millpond.core.events import TokenOut
-from millpond.core.request import FinishReason
 from millpond.serve.gateway.answer import (
     AnswerHead,
     chat_logprob,
     completion_logprobs,
     make_error,
-    make_usage,
 )
-from millpond.serve.gateway.assembly import Piece
-from millpond.serve.gateway.openai_schema import ChatLogprobs
+from millpond.serve.gateway.assembly import CallPart, Part, Piece
+from millpond.serve.gateway.openai_schema import CallDelta, ChatLogprobs, FinishWord, FunctionDelta, Usage
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.validate import PreparedCall
 
@@ -45,7 +44,7 @@ class EventFormat(Protocol):
         """The events of some pieces, joined; each is complete."""
         ...
 
-    def end(self, num_output_tokens: int) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """What follows the last piece: usage if asked for, then `[DONE]`."""
         ...
 
@@ -77,12 +76,11 @@ class _Format:
         self._head = b"data: " + _json(fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if prepared.include_usage else b"]}\n\n"
 
-    def end(self, num_output_tokens: int) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """See `EventFormat`."""
         if not self._prepared.include_usage:
             return DONE
-        usage = _json(make_usage(self._prepared, num_output_tokens))
-        return self._head + b'],"usage":' + usage + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + _json(usage) + b"}\n\n" + DONE
 
 
 class ChatFormat(_Format):
@@ -92,7 +90,6 @@ class ChatFormat(_Format):
         super().__init__(head, prepared, model, "chat.completion.chunk")
         self._has_role = [False] * prepared.num_sequences
         self._open = [self._head + b'{"index":%d,"delta":' % index for index in range(prepared.num_sequences)]
-        self._content = [begin + b'{"content":' for begin in self._open]
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
@@ -100,29 +97,35 @@ class ChatFormat(_Format):
         out: list[bytes] = []
         for piece in pieces:
             index = piece.choice
+            begin = self._open[index]
             if not self._has_role[index]:
                 self._has_role[index] = True
-                out.append(self._open[index] + b'{"role":"assistant","content":""' + self._plain_end)
+                out.append(begin + b'{"role":"assistant","content":""' + self._plain_end)
+            end = self._plain_end
+            deltas = [delta for part in piece.parts for delta in _deltas(part)]
             if self._has_logprobs and piece.token is not None:
-                out.append(
-                    self._content[index]
-                    + _json(piece.text)
-                    + b'},"logprobs":'
-                    + _json(ChatLogprobs(content=[chat_logprob(piece.token, self._model)]))
-                    + b',"finish_reason":null}'
-                    + self._tail
-                )
-            elif piece.text:
-                out.append(self._content[index] + _json(piece.text) + self._plain_end)
+                logprobs = _json(ChatLogprobs(content=[chat_logprob(piece.token, self._model)]))
+                end = b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self._tail
+                deltas = deltas or [b'{"content":""']
+            for delta in deltas:
+                out.append(begin + delta + end)
+                end = self._plain_end
             if piece.finish is not None:
-                out.append(
-                    self._open[index]
-                    + b'{},"logprobs":null,"finish_reason":"'
-                    + piece.finish.value.encode()
-                    + b'"}'
-                    + self._tail
-                )
+                reason = piece.finish.encode()
+                out.append(begin + b'{},"logprobs":null,"finish_reason":"' + reason + b'"}' + self._tail)
         return b"".join(out)
+
+
+def _deltas(part: Part) -> Sequence[bytes]:
+    """Deltas of one part, each without its closing brace."""
+    if isinstance(part, CallPart):
+        function = FunctionDelta(name=part.name, arguments="")
+        calls = [CallDelta(index=part.index, id=part.id, type="function", function=function)]
+        calls += [
+            CallDelta(index=part.index, function=FunctionDelta(arguments=text)) for text in part.fragments
+        ]
+        return [b'{"tool_calls":[' + _json(call) + b"]" for call in calls]
+    return ((b'{"reasoning_content":' if part.is_reasoning else b'{"content":') + _json(part.text),)
 
 
 class CompletionFormat(_Format):
@@ -143,10 +146,11 @@ class CompletionFormat(_Format):
             if echo := self._echo[index]:
                 self._echo[index] = ""
                 out.append(self._text[index] + _json(echo) + self._plain_end)
+            text = piece.content
             if self._has_logprobs and piece.token is not None:
-                out.append(self._with_logprobs(index, piece.text, piece.token))
-            elif piece.text:
-                out.append(self._text[index] + _json(piece.text) + self._plain_end)
+                out.append(self._with_logprobs(index, text, piece.token))
+            elif text:
+                out.append(self._text[index] + _json(text) + self._plain_end)
             if piece.finish is not None:
                 out.append(self._last(index, piece.finish))
         return b"".join(out)
@@ -163,6 +167,6 @@ class CompletionFormat(_Format):
             + self._tail
         )
 
-    def _last(self, index: int, finish: FinishReason) -> bytes:
-        reason = finish.value.encode()
+    def _last(self, index: int, finish: FinishWord) -> bytes:
+        reason = finish.encode()
         return self._text[index] + b'"","logprobs":null,"finish_reason":"' + reason + b'"}' + self._tail

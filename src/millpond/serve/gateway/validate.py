@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from millpond.config.gateway_params import GatewayParams
 from millpond.core.errors import ContextTooLong, UnknownModel
 from millpond.core.request import SamplingParams, token_ids
+from millpond.engine.chat_format import ReplyParser
+from millpond.engine.text_guard import all_texts
 from millpond.serve.gateway.bad_input import refuse, refuse_unsupported
-from millpond.serve.gateway.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    SamplingFields,
-    TextPart,
-    ToolCall,
-)
+from millpond.serve.gateway.conversation import make_conversation
+from millpond.serve.gateway.openai_schema import ChatRequest, CompletionRequest, SamplingFields
 from millpond.serve.gateway.served_model import ServedModel
+from millpond.serve.gateway.thinking import pick_effort
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -42,7 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "prediction": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "store": (False,),
     "suffix": ("",),
     "verbosity": ("medium",),
@@ -71,6 +67,8 @@ class PreparedCall:
     cache_salt: str
     priority: int
     service_tier: str | None
+    make_parser: Callable[[], ReplyParser] | None = None
+    """Makes the parser of one choice's text; None: the text is content and nothing else."""
 
     @property
     def num_sequences(self) -> int:
@@ -100,10 +98,15 @@ def prepare_chat(
     """
     check_model(request.model, model)
     _check_neutral(request)
-    if request.response_format is not None and request.response_format.type != "text":
-        refuse_unsupported("response_format", "only type `text` is")
-    tools = _tools(request, model)
-    messages = plain_messages(request.messages)
+    effort = pick_effort(request, params, can_think=model.can_think)
+    conversation = make_conversation(
+        request.messages,
+        request.tools,
+        model,
+        tool_choice=request.tool_choice,
+        response_format=request.response_format,
+        reasoning_effort=effort,
+    )
     _check_count("n", request.n, params.max_choices, num_prompts=1)
     if request.top_logprobs is not None and not request.logprobs:
         refuse("top_logprobs", request.top_logprobs, "set `logprobs` to true to use it")
@@ -117,12 +120,13 @@ def prepare_chat(
     # Before the work of rendering: a bad value should cost nothing.
     sampling = _sampling(request, model, seed=seed, num_logprobs=num_logprobs)
     stop = _stop_strings(request.stop)
-    _check_bytes("messages", [_text_of(message) for message in messages], model, max_model_len)
-    prompt = model.encode_chat(messages, tools, True)
+    _check_bytes("messages", all_texts(conversation.messages), model, max_model_len)
+    prompt = model.encode_chat(conversation)
     max_tokens = _max_tokens(
-        name, limit if asked is None else asked, (prompt,), "messages", max_model_len, default=None
+        name, limit if asked is None else asked, (prompt.ids,), "messages", max_model_len, default=None
     )
-    return _prepared(request, sampling, max_tokens, (prompt,), stop, is_chat=True)
+    prepared = _prepared(request, sampling, max_tokens, (prompt.ids,), stop, is_chat=True)
+    return replace(prepared, make_parser=prompt.make_parser)
 
 
 def prepare_completion(
@@ -161,76 +165,6 @@ def check_model(name: str, model: ServedModel) -> None:
             code="model_not_found",
             param="model",
         )
-
-
-def plain_messages(messages: Sequence[Message], param: str = "messages") -> list[dict[str, Any]]:
-    """Check a conversation and make the dicts that a chat template reads; text parts are joined.
-
-    Raises:
-        InvalidRequest: Empty list, missing content, a tool message without its call id.
-    """
-    if not messages:
-        refuse(param, [], "give at least one message")
-    return [_plain_message(message, f"{param}[{index}]") for index, message in enumerate(messages)]
-
-
-def _plain_message(message: Message, at: str) -> dict[str, Any]:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        refuse(f"{at}.content", None, "give a string or a list of text parts")
-    content = message.content
-    if isinstance(content, list):
-        if not content:
-            refuse(f"{at}.content", [], "give at least one text part")
-        content = "".join(part.text for part in content if isinstance(part, TextPart))
-    if message.tool_calls is not None and message.role != "assistant":
-        refuse(f"{at}.tool_calls", "[...]", f"a {message.role} message has no tool calls")
-    if message.tool_call_id is not None and message.role != "tool":
-        refuse(f"{at}.tool_call_id", message.tool_call_id, f"a {message.role} message has no tool call id")
-    if message.refusal is not None:
-        refuse_unsupported(f"{at}.refusal", "leave it out")
-    # Templates know no developer role; it is the newer name of system. Source: OpenAI API reference.
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    plain["content"] = content if content is not None else ""
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            _plain_tool_call(call, f"{at}.tool_calls[{index}]")
-            for index, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _plain_tool_call(call: ToolCall, at: str) -> dict[str, Any]:
-    # Templates expect the object, the API carries its text.
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        refuse(f"{at}.function.arguments", call.function.arguments, "give a JSON object as text")
-    return {
-        "type": "function",
-        "id": call.id,
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
-
-
-def _tools(request: ChatRequest, model: ServedModel) -> list[dict[str, Any]]:
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
-        refuse_unsupported("tool_choice", "only `none` and `auto` are")
-    if not request.tools or choice == "none":
-        return []
-    if not model.supports_tools:
-        refuse_unsupported("tools", "the chat template of this model has no place for them")
-    for index, tool in enumerate(request.tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:
-            refuse(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ..., ...}}')
-    return request.tools
 
 
 def _check_neutral(request: SamplingFields) -> None:
@@ -325,12 +259,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return prompt  # type: ignore[return-value]
 
 
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _check_bytes(param: str, texts: list[str], model: ServedModel, max_model_len: int) -> None:
+def _check_bytes(param: str, texts: Iterable[str], model: ServedModel, max_model_len: int) -> None:
     """Refuse text that cannot fit whatever its tokens are, before it costs the time to tokenise it."""
     num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     if num_bytes > max_model_len * model.max_token_bytes:

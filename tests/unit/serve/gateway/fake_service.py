@@ -8,7 +8,7 @@ import itertools
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from millpond.core.events import Cancel, GatewayUp, ServiceState, StatusQuery, S
 from millpond.core.ids import GatewayId, GroupId, RequestId
 from millpond.core.plan import RequestEnded, TokenOut
 from millpond.core.request import FinishReason, RequestSpec
+from millpond.engine.chat_format import ChatPrompt, Conversation
 from millpond.serve.gateway.app import make_app
 from millpond.serve.gateway.gateway import Clocks, Gateway
 from millpond.serve.gateway.link import ControllerLink
@@ -49,13 +50,14 @@ def token_bytes(token_id: int) -> bytes:
     return bytes([token_id]) if token_id < EOS else b""
 
 
-def encode_chat(messages: Sequence[Any], tools: Sequence[Any], add_generation_prompt: bool) -> array[int]:
+def encode_chat(conversation: Conversation) -> ChatPrompt:
+    messages, tools = conversation.messages, conversation.tools
     if messages[0]["content"] == "refuse me":
         raise InvalidRequest("the template refuses this", code="template")
     text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
     if tools:
         text = json.dumps(list(tools)) + text
-    return encode(text + ("assistant: " if add_generation_prompt else ""))
+    return ChatPrompt(encode(text + ("assistant: " if conversation.add_generation_prompt else "")))
 
 
 def encode(text: str) -> array[int]:
@@ -68,12 +70,15 @@ def byte_model(*, supports_tools: bool = True) -> ServedModel:
         vocab_size=VOCAB_SIZE,
         stop_token_ids=(EOS,),
         supports_tools=supports_tools,
+        can_think=False,
+        text_joiner="",
         encode_text=encode,
         encode_chat=encode_chat,
         decode=lambda ids: b"".join(map(token_bytes, ids)).decode(errors="replace"),
         token_bytes=token_bytes,
         max_token_bytes=8,
         make_detokenizer=ByteDetokenizer,
+        make_chat_detokenizer=ByteDetokenizer,
     )
 
 
