@@ -367,3 +367,81 @@ def test_every_request_is_served_within_its_own_work_and_that_before_it(requests
     for num_waits, (i, num_prompt) in enumerate(fitting, start=1):
         work += num_prompt  # at worst each one before left a rest of its step, waiting for memory
         assert done_at[f"r{i}"] <= -(-work // budget) + num_waits
+
+
+# --- snapshots ----------------------------------------------------------------------------------
+
+VISITS = st.lists(
+    st.tuples(
+        st.integers(1, 600),  # prompt
+        st.integers(1, 300),  # output
+        st.integers(1, 4),  # which of those before it resumes from
+        st.integers(0, 4),  # after how many blocks
+        st.integers(0, 6),  # steps until the next one comes
+        st.integers(0, 40),  # seconds
+    ),
+    min_size=2,
+    max_size=10,
+)
+
+
+def visit(visits, num_ranks, num_snapshots, role):
+    """Serve requests that resume from each other; the engines check every state that is restored.
+
+    Returns outputs by request and the snapshots' stats of all ranks.
+    """
+    scheduler = make_scheduler(role, num_ranks, num_blocks=40, num_slots=4, num_snapshots=num_snapshots)
+    engines, texts, now_s = Engines(num_ranks), {}, 0
+
+    def step():
+        plan = scheduler.next_plan(now_s * SECOND_NS)
+        if plan is None:
+            return False
+        for _, token in plan.outputs:
+            texts.setdefault(token.request_id, []).append(token.token_id)
+        if plan.ranks:
+            scheduler.advance(now_s * SECOND_NS, engines.run(plan))
+        for finish in plan.finishes:
+            scheduler.advance(now_s * SECOND_NS, HandoffSent(finish.request_id, finish.attempt))
+        for close in plan.closes:
+            scheduler.advance(now_s * SECOND_NS, HandoffClosed(close.request_id, close.attempt))
+        require_sound([scheduler])
+        return True
+
+    for i, (num_prompt, max_tokens, back, num_hit, num_steps, seconds) in enumerate(visits):
+        me = RankRef(scheduler.group, DpRank(i % num_ranks))
+        donor = max(i - back, 0)
+        shared = min(num_prompt, visits[donor][0]) // BLOCK_TOKENS
+        resume = Resume(RequestId(f"r{donor}"), min(num_hit, shared) * BLOCK_TOKENS)
+        points = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+        spec = make_spec(f"r{i}", num_prompt, max_tokens, resume=resume, branch_points=points)
+        decode = me if role is GroupRole.MIXED else OTHER
+        scheduler.advance(now_s * SECOND_NS, Assigned(make_assign(spec, me, decode)))
+        for _ in range(num_steps):
+            step()
+        now_s += seconds
+    while step():
+        pass
+    scheduler.advance(now_s * SECOND_NS, Tick())
+    stats = scheduler.snapshot_stats()
+    later_s = now_s + GroupParams().snapshot.ttl_s
+    assert scheduler.next_plan(later_s * SECOND_NS) is None
+    assert all(s.held == 0 for s in scheduler.snapshot_stats())
+    return texts, stats
+
+
+@pytest.mark.parametrize("role", [GroupRole.PREFILL, GroupRole.MIXED])
+@settings(max_examples=25, deadline=None)
+@given(VISITS, st.integers(1, 2), st.integers(1, 6))
+def test_snapshots_never_change_a_text_and_all_of_them_go(role, visits, num_ranks, num_snapshots):
+    texts, stats = visit(visits, num_ranks, num_snapshots, role)
+    without, none = visit(visits, num_ranks, 0, role)
+    assert texts == without
+    assert all(s.held <= num_snapshots for s in stats)
+    assert all(s.kept == s.used == 0 for s in none)
+
+
+def test_snapshots_of_one_visit_are_used_by_the_next():
+    visits = [(300, 1, 1, 0, 9, 0), (400, 1, 1, 2, 9, 0), (300, 1, 2, 1, 9, 0)]
+    _, (stats,) = visit(visits, 1, 6, GroupRole.MIXED)
+    assert (stats.used, stats.lost) == (2, 0)

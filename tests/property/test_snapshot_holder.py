@@ -19,7 +19,7 @@ POSITIONS = st.sampled_from([128, 256, 384])
 
 
 class SnapshotLife(RuleBasedStateMachine):
-    """`self.live` holds [owner, position, buffer, is rolling, is written]; `self.idle` [name, buffer, end]."""
+    """Items of `live` are [owner, position, buffer, rolling, written], of `idle` [name, buffer, end]."""
 
     @initialize(num_buffers=st.integers(0, 4))
     def start(self, num_buffers):
