@@ -1,0 +1,519 @@
+"""`BlockIndex`: block hash -> extent, with longest-prefix match (kvstore 1.10, 2.12).
+
+Open addressing in 64 tables of 8-byte entries, and one 64-byte record per extent. Both lie in lazily touched
+memory that is reserved once, so growing a table moves one sixty-fourth of the entries and never the rest.
+
+An entry keeps 45 bits of the block's hash; a record keeps the whole digest of its last block. So a look-up
+that ends an extent is exact, one inside an extent is wrong once in millions of absent blocks at worst. The
+index is a hint (design section 5): readers prove every block by the hashes in the record they read.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from millpond.core.errors import InvariantBroken, OverloadError
+from millpond.core.extents import ExtentId, StripeId, TenantId
+from millpond.core.hashing import BLOCK_HASH_BYTES
+
+NUM_TABLES = 64
+MAX_EXTENTS = (1 << 25) - 1
+"""Extents of one index: an entry names its extent with 25 bits."""
+_HASH_BITS = np.uint64(39)
+_HASH_MASK = np.uint64((1 << 39) - 1)
+_TABLE_SHIFT = np.uint64(58)
+_HOME_SHIFT = np.uint64(7)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_FIRST_CAPACITY = 1024
+_MAX_LOAD = 0.8
+_GROWTH = 1.125
+"""Small steps keep the tables full: at most 11.3 bytes per block."""
+_RECORD_WORDS = 8
+_LIVE = 1
+_APPROXIMATE = 2
+
+_Words = npt.NDArray[np.uint64]
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentEntry:
+    """What the index knows of one extent."""
+
+    extent: ExtentId
+    stripe: StripeId
+    first_block: int
+    """Index in the chain of its first block."""
+    missing: int
+    """Bit j: shard j was not acknowledged."""
+    approximate: bool
+    """Lineage: computed downstream of an approximate replay."""
+    tenant: TenantId
+    access_hour: int
+    """Hours, u16, of the last match. Never older than that of any block behind it in the chain."""
+    num_kib: int
+    """Logical size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """What became of an `insert`."""
+
+    slot: int
+    superseded: tuple[ExtentEntry, ...]
+
+
+@numba.njit(cache=True, inline="always")
+def _home(bits: np.uint64, capacity: np.int64) -> np.int64:
+    return np.int64((((bits >> _HOME_SHIFT) & _LOW32) * np.uint64(capacity)) >> _32)
+
+
+@numba.njit(cache=True)
+def _find(tables: _Words, capacity: npt.NDArray[np.int64], low: np.uint64, high: np.uint64) -> np.int64:
+    """Slot of the extent that holds a block, or -1."""
+    table = np.int64(low >> _TABLE_SHIFT)
+    size = capacity[table]
+    bits = high & _HASH_MASK
+    at = _home(bits, size)
+    while True:
+        entry = tables[table, at]
+        if entry == 0:
+            return np.int64(-1)
+        if entry & _HASH_MASK == bits:
+            return np.int64(entry >> _HASH_BITS) - 1
+        at = np.int64(at + 1 if at + 1 < size else 0)
+
+
+@numba.njit(cache=True)
+def _place(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, entry: np.uint64) -> None:
+    size = capacity[table]
+    at = _home(entry & _HASH_MASK, size)
+    while tables[table, at] != 0:
+        at = np.int64(at + 1 if at + 1 < size else 0)
+    tables[table, at] = entry
+
+
+@numba.njit(cache=True)
+def _grow(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, new_capacity: np.int64) -> None:
+    old = tables[table, : capacity[table]].copy()
+    tables[table, : capacity[table]] = 0
+    capacity[table] = new_capacity
+    for entry in old:
+        if entry != 0:
+            _place(tables, capacity, table, entry)
+
+
+@numba.njit(cache=True)
+def _make_room(
+    tables: _Words, capacity: npt.NDArray[np.int64], used: npt.NDArray[np.int64], hashes: _Words
+) -> bool:
+    """Grow the tables that an insert of these blocks could overfill; False if one is at its bound."""
+    bound = np.int64(tables.shape[1])
+    for index in range(hashes.shape[0]):
+        table = np.int64(hashes[index, 0] >> _TABLE_SHIFT)
+        while used[table] + hashes.shape[0] > capacity[table] * _MAX_LOAD:
+            wanted = min(np.int64(capacity[table] * _GROWTH) + 1, bound)
+            if wanted == capacity[table]:
+                return False
+            _grow(tables, capacity, table, wanted)
+    return True
+
+
+@numba.njit(cache=True)
+def _remove(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, hole: np.int64) -> None:
+    """Empty one place and close the gap, so that no probe stops too early."""
+    size = capacity[table]
+    at = hole
+    while True:
+        at = np.int64(at + 1 if at + 1 < size else 0)
+        entry = tables[table, at]
+        if entry == 0:
+            break
+        home = _home(entry & _HASH_MASK, size)
+        distance = at - home if at >= home else at - home + size
+        gap = at - hole if at >= hole else at - hole + size
+        if distance >= gap:
+            tables[table, hole] = entry
+            hole = at
+    tables[table, hole] = 0
+
+
+@numba.njit(cache=True)
+def _assign(
+    tables: _Words,
+    capacity: npt.NDArray[np.int64],
+    used: npt.NDArray[np.int64],
+    records: _Words,
+    covered: npt.NDArray[np.uint8],
+    hashes: _Words,
+    slot: np.int64,
+    superseded: npt.NDArray[np.int64],
+) -> tuple[np.int64, np.int64]:
+    """Point the blocks of extent `slot` at it, except where a longer extent holds them already.
+
+    Returns how many blocks point at it now (`covered` counts them per extent), and how many extents lost
+    their last block by it: their slots are written to `superseded`.
+    """
+    num_superseded = np.int64(0)
+    num_blocks = np.int64(hashes.shape[0])
+    taken = np.int64(0)
+    for index in range(num_blocks):
+        low, high = hashes[index, 0], hashes[index, 1]
+        table = np.int64(low >> _TABLE_SHIFT)
+        size = capacity[table]
+        bits = high & _HASH_MASK
+        at = _home(bits, size)
+        while tables[table, at] != 0 and tables[table, at] & _HASH_MASK != bits:
+            at = np.int64(at + 1 if at + 1 < size else 0)
+        entry = tables[table, at]
+        if entry == 0:
+            used[table] += 1
+        else:
+            other = np.int64(entry >> _HASH_BITS) - 1
+            if np.int64(records[other, 7] >> np.uint64(40)) & 0xFF >= num_blocks and covered[other] > 0:
+                continue
+            if covered[other] > 0:
+                covered[other] -= 1
+                if covered[other] == 0:
+                    superseded[num_superseded] = other
+                    num_superseded += 1
+        tables[table, at] = (np.uint64(slot + 1) << _HASH_BITS) | bits
+        covered[slot] += 1
+        taken += 1
+    return taken, num_superseded
+
+
+@numba.njit(cache=True)
+def _reach(
+    tables: _Words,
+    capacity: npt.NDArray[np.int64],
+    records: _Words,
+    hashes: _Words,
+    slot: np.int64,
+    position: np.int64,
+    end: np.int64,
+) -> np.int64:
+    """How far extent `slot`, which holds block `position` and ends before block `end`, holds the chain."""
+    reach = min(end, np.int64(hashes.shape[0] // 2))
+    if reach == end:
+        whole = records[slot, 0] == hashes[2 * end - 2] and records[slot, 1] == hashes[2 * end - 1]
+    else:
+        whole = _find(tables, capacity, hashes[2 * reach - 2], hashes[2 * reach - 1]) == slot
+    if whole:
+        return reach
+    # The chain leaves this extent half way (or only shares the 45 bits): go on block by block.
+    at = position + 1
+    while at < reach - 1 and _find(tables, capacity, hashes[2 * at], hashes[2 * at + 1]) == slot:
+        at += 1
+    return at
+
+
+@numba.njit(cache=True)
+def _match(
+    tables: _Words,
+    capacity: npt.NDArray[np.int64],
+    records: _Words,
+    hashes: _Words,
+    window: int,
+    hour: int,
+    found: npt.NDArray[np.int64],
+) -> tuple[np.int64, np.int64]:
+    """Longest prefix. `found[i]` = (slot, first block) of each extent, in order of the chain."""
+    num_blocks = np.int64(hashes.shape[0] // 2)
+    # Most chains are full windows: ask for all their last blocks first, so that the misses overlap.
+    num_windows = (num_blocks + window - 1) // window
+    for index in range(num_windows):
+        last = min((index + 1) * window, num_blocks) - 1
+        found[num_blocks + index, 0] = _find(tables, capacity, hashes[2 * last], hashes[2 * last + 1])
+    position = np.int64(0)
+    count = np.int64(0)
+    while position < num_blocks:
+        index = position // window
+        slot = found[num_blocks + index, 0]
+        begin, end = np.int64(-1), np.int64(-1)
+        if slot >= 0:
+            begin = np.int64(records[slot, 5] & _LOW32)
+            end = begin + (np.int64(records[slot, 7] >> np.uint64(40)) & 0xFF)
+        if not begin <= position < end:
+            slot = _find(tables, capacity, hashes[2 * position], hashes[2 * position + 1])
+            if slot < 0:
+                break
+            begin = np.int64(records[slot, 5] & _LOW32)
+            end = begin + (np.int64(records[slot, 7] >> np.uint64(40)) & 0xFF)
+            if not begin <= position < end:
+                break
+        word = records[slot, 7]
+        if (word >> np.uint64(48)) & np.uint64(_LIVE) == 0:
+            break
+        reach = _reach(tables, capacity, records, hashes, slot, position, end)
+        found[count, 0] = slot
+        found[count, 1] = begin
+        count += 1
+        records[slot, 7] = (word & ~np.uint64(0xFFFF)) | np.uint64(hour)
+        position = reach
+    return position, count
+
+
+@numba.njit(cache=True)
+def _sweep(
+    tables: _Words,
+    capacity: npt.NDArray[np.int64],
+    used: npt.NDArray[np.int64],
+    records: _Words,
+    table: np.int64,
+) -> np.int64:
+    """Take the entries of dead extents out of one table; returns how many."""
+    removed = np.int64(0)
+    at = np.int64(0)
+    while at < capacity[table]:
+        entry = tables[table, at]
+        if entry != 0:
+            slot = np.int64(entry >> _HASH_BITS) - 1
+            if (records[slot, 7] >> np.uint64(48)) & np.uint64(_LIVE) == 0:
+                _remove(tables, capacity, table, at)
+                removed += 1
+                continue
+        at += 1
+    used[table] -= removed
+    return removed
+
+
+class BlockIndex:
+    """The extents of one metadata shard, in memory. One thread.
+
+    Attributes:
+        num_extents: Live extents.
+        num_blocks: Entries of the tables: blocks of live extents, and of dead ones until `sweep`.
+    """
+
+    def __init__(self, max_blocks: int = 1 << 28) -> None:
+        """Reserve, but not use, the memory.
+
+        Args:
+            max_blocks: Bound of entries. Reserves 10 bytes of address space each, touches none.
+        """
+        per_table = max(int(max_blocks / NUM_TABLES * 1.25), _FIRST_CAPACITY)
+        self._tables = _reserve((NUM_TABLES, per_table), np.uint64)
+        self._capacity = np.full(NUM_TABLES, _FIRST_CAPACITY, np.int64)
+        self._used = np.zeros(NUM_TABLES, np.int64)
+        self._max_extents = min(MAX_EXTENTS, max(max_blocks, 1024))
+        self._records = _reserve((self._max_extents, _RECORD_WORDS), np.uint64)
+        self._covered = _reserve((self._max_extents,), np.uint8)
+        self._num_slots = 0
+        self._free: list[int] = []
+        self._dead: list[int] = []
+        self._found = np.zeros((0, 2), np.int64)
+        self.num_extents = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Entries in use."""
+        return int(self._used.sum())
+
+    def match(self, hashes: bytes, window: int, hour: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Find the longest prefix of a chain, and mark what was found as used in this hour.
+
+        Args:
+            hashes: 16 bytes per block, in order.
+            window: E of the layout: where extents usually end. A hint for speed only.
+            hour: u16.
+
+        Returns:
+            Blocks of the prefix, and [num_extents, 2] (slot, index in the chain of the extent's first
+            block), valid until the next call. Each extent serves from where the one before ends.
+        """
+        chain = np.frombuffer(hashes, np.uint64)
+        if len(self._found) < len(chain):
+            self._found = np.zeros((len(chain), 2), np.int64)
+        num_blocks, count = _match(
+            self._tables, self._capacity, self._records, chain, window, hour, self._found
+        )
+        return int(num_blocks), self._found[:count]
+
+    def insert(self, entry: ExtentEntry, hashes: bytes) -> Insertion:
+        """Add an extent; blocks that a longer one holds keep pointing there.
+
+        Args:
+            entry: What to remember.
+            hashes: 16 bytes per block of the extent, in order; the last are the digest's first.
+
+        Returns:
+            Its slot, -1 if every block is held by an extent that is at least as long (first writer wins);
+            and the extents that it made useless, which are gone.
+
+        Raises:
+            OverloadError: The index is full.
+        """
+        chain = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+        num_blocks = entry.extent.num_blocks
+        if len(chain) != num_blocks or entry.extent.digest[:BLOCK_HASH_BYTES] != hashes[-BLOCK_HASH_BYTES:]:
+            raise InvariantBroken(
+                f"{len(chain)} block hashes do not end in the digest of {num_blocks} blocks"
+            )
+        if not _make_room(self._tables, self._capacity, self._used, chain):
+            raise OverloadError(
+                f"the block index is full: {self.num_blocks} blocks; start more metadata shards",
+                code="pool.index_full",
+                retry_after_s=60,
+            )
+        slot = self._take_slot()
+        _pack(entry, self._records[slot])
+        self._covered[slot] = 0
+        lost = np.zeros(num_blocks, np.int64)
+        taken, num_lost = _assign(
+            self._tables,
+            self._capacity,
+            self._used,
+            self._records,
+            self._covered,
+            chain,
+            np.int64(slot),
+            lost,
+        )
+        if not taken:
+            self._records[slot, 7] = 0
+            self._free.append(slot)
+            return Insertion(-1, ())
+        superseded = tuple(self.entry(other) for other in lost[:num_lost].tolist())
+        for other in lost[:num_lost].tolist():  # no entry names them: reusable at once
+            self._records[other, 7] = 0
+            self._free.append(other)
+        self.num_extents += 1 - len(superseded)
+        return Insertion(slot, superseded)
+
+    def entry(self, slot: int) -> ExtentEntry:
+        """What `insert` was given for this slot."""
+        return _unpack(self._records[slot])
+
+    def find(self, block_hash: bytes) -> int:
+        """Slot of the live extent that holds a block, or -1."""
+        low, high = np.frombuffer(block_hash, np.uint64)
+        slot = int(_find(self._tables, self._capacity, low, high))
+        return slot if slot >= 0 and self._is_live(slot) else -1
+
+    def remove(self, slot: int) -> None:
+        """Forget an extent. No `match` returns it any more; `sweep` gives its memory back."""
+        if not self._is_live(slot):
+            return
+        self._records[slot, 7] &= ~np.uint64(_LIVE << 48)
+        self._covered[slot] = 0
+        self._dead.append(slot)
+        self.num_extents -= 1
+
+    def sweep(self) -> int:
+        """Take out all entries of removed extents and reuse their slots. Returns the entries removed."""
+        if not self._dead:
+            return 0
+        removed = sum(
+            int(_sweep(self._tables, self._capacity, self._used, self._records, np.int64(table)))
+            for table in range(NUM_TABLES)
+        )
+        self._free += self._dead
+        self._dead = []
+        return removed
+
+    def slots_before(self, hour: int, max_age_hours: int) -> npt.NDArray[np.int64]:
+        """Slots of the live extents last matched more than `max_age_hours` before `hour`."""
+        words = self._records[: self._num_slots, 7]
+        age = (np.uint64(hour) - words) & np.uint64(0xFFFF)
+        return np.flatnonzero(self._live_mask() & (age > np.uint64(max_age_hours)))
+
+    def slots_of(self, tenant: TenantId) -> npt.NDArray[np.int64]:
+        """Slots of the live extents that a tenant is charged for."""
+        tenants = self._records[: self._num_slots, 6] & _LOW32
+        return np.flatnonzero(self._live_mask() & (tenants == np.uint64(tenant)))
+
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Slots of all live extents, ascending."""
+        return np.flatnonzero(self._live_mask())
+
+    def save(self) -> dict[str, npt.NDArray[Any]]:
+        """The index as arrays, for a checkpoint. Sweeps first."""
+        self.sweep()
+        used = [self._tables[table, : self._capacity[table]] for table in range(NUM_TABLES)]
+        return {
+            "capacity": self._capacity.copy(),
+            "entries": np.concatenate(used),
+            "records": self._records[: self._num_slots].copy(),
+            "covered": self._covered[: self._num_slots].copy(),
+        }
+
+    @classmethod
+    def restore(cls, arrays: dict[str, npt.NDArray[Any]], max_blocks: int = 1 << 28) -> BlockIndex:
+        """Make the index that `save` wrote."""
+        index = cls(max_blocks)
+        capacity, entries = arrays["capacity"].astype(np.int64), arrays["entries"]
+        begin = 0
+        for table in range(NUM_TABLES):
+            size = int(capacity[table])
+            index._tables[table, :size] = entries[begin : begin + size]
+            index._used[table] = np.count_nonzero(index._tables[table, :size])
+            begin += size
+        index._capacity[:] = capacity
+        index._num_slots = len(arrays["records"])
+        index._records[: index._num_slots] = arrays["records"]
+        index._covered[: index._num_slots] = arrays["covered"]
+        live = index._live_mask()
+        index.num_extents = int(np.count_nonzero(live))
+        index._free = np.flatnonzero(~live).tolist()
+        return index
+
+    def _live_mask(self) -> npt.NDArray[np.bool_]:
+        return (self._records[: self._num_slots, 7] >> np.uint64(48)) & np.uint64(_LIVE) != 0
+
+    def _is_live(self, slot: int) -> bool:
+        return bool(int(self._records[slot, 7]) >> 48 & _LIVE)
+
+    def _take_slot(self) -> int:
+        if not self._free and self._num_slots == self._max_extents and self._dead:
+            self.sweep()
+        if self._free:
+            return self._free.pop()
+        if self._num_slots == self._max_extents:
+            raise OverloadError(
+                f"the block index is full: {self._max_extents} extents; start more metadata shards",
+                code="pool.index_full",
+                retry_after_s=60,
+            )
+        self._num_slots += 1
+        return self._num_slots - 1
+
+
+def _reserve(shape: tuple[int, ...], dtype: type[_T]) -> npt.NDArray[_T]:
+    """Zeroed memory that costs nothing before it is touched."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def _pack(entry: ExtentEntry, words: _Words) -> None:
+    flags = _LIVE | (_APPROXIMATE if entry.approximate else 0)
+    words[:4] = np.frombuffer(entry.extent.digest, np.uint64)
+    words[4] = entry.stripe.nonce
+    words[5] = entry.first_block | entry.stripe.group << 32
+    words[6] = entry.tenant | entry.stripe.epoch << 32 | entry.missing << 48
+    words[7] = (
+        entry.access_hour | min(entry.num_kib, 0xFFFFFF) << 16 | entry.extent.num_blocks << 40 | flags << 48
+    )
+
+
+def _unpack(words: _Words) -> ExtentEntry:
+    nonce, place, owner, rest = (int(word) for word in words[4:])
+    return ExtentEntry(
+        extent=ExtentId(words[:4].tobytes(), rest >> 40 & 0xFF),
+        stripe=StripeId(epoch=owner >> 32 & 0xFFFF, group=place >> 32, nonce=nonce),
+        first_block=place & 0xFFFFFFFF,
+        missing=owner >> 48,
+        approximate=bool(rest >> 48 & _APPROXIMATE),
+        tenant=TenantId(owner & 0xFFFFFFFF),
+        access_hour=rest & 0xFFFF,
+        num_kib=rest >> 16 & 0xFFFFFF,
+    )
