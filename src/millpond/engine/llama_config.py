@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millpond.core.errors import ModelFormatError
+from millpond.core.llama_shape import LlamaShape
 from millpond.engine.gguf_file import GgufFile
 
 _HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -57,6 +58,19 @@ class LlamaConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+
+    @property
+    def shape(self) -> LlamaShape:
+        """What a step costs."""
+        return LlamaShape(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            mlp_width=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
 
 
 class _Fields:

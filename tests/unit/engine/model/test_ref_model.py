@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from millpond.engine.model.config import VisionConfig
 from millpond.engine.model.image_plan import plan_image
 from millpond.engine.model.numerics import FP32
-from millpond.engine.model.vision import Affine, VisionBlock, VisionTower, VisionWeights
+from millpond.engine.model.vision import VisionTower
 from millpond.engine.ref.dspark import propose_ref, remember_ref
 from millpond.engine.ref.model import RefModel, RefSequence
 from millpond.engine.ref.vision import embed_image_ref
 from tests.golden.v41_case import tiny_weights
 from tests.unit.engine.model.tiny_v41 import Hand, prompt, tiny_model
+from tests.unit.engine.model.tiny_vision import small_tower
 
 LENGTH = 37
 PROMPT = 35
@@ -101,28 +101,9 @@ def test_drafts(ref, whole):
 
 
 def test_images():
-    config = VisionConfig(
-        num_layers=2, hidden_size=16, num_heads=2, width=24, patch_size=2, rope_theta=1e4, downsample=3,
-        max_image_tokens=24, min_pixels=1,
-    )  # fmt: skip
-    noise = torch.Generator().manual_seed(5)
-
-    def values(*size):
-        return torch.randn(size, generator=noise) / size[-1] ** 0.5
-
-    def affine(rows, columns, has_bias=True):
-        return Affine(values(rows, columns), values(rows) if has_bias else None)
-
-    blocks = tuple(
-        VisionBlock(
-            norm1=1 + values(16), qkv=affine(48, 16), out=affine(16, 16), norm2=1 + values(16),
-            gate_up=affine(48, 16, has_bias=False), down=affine(16, 24, has_bias=False),
-        )
-        for _ in range(2)
-    )  # fmt: skip
-    w = VisionWeights(affine(16, 12), blocks, 1 + values(16), (affine(20, 144), affine(20, 20)), marks={})
+    config, w = small_tower()
     plan = plan_image(9, 8, config)
     assert (plan.patch_rows, plan.patch_columns) == (4, 5)  # neither is a multiple of the cell
-    patches = torch.randn(20, 12, generator=noise)
+    patches = torch.randn(20, 12, generator=torch.Generator().manual_seed(5))
     ours = VisionTower(config, w, FP32).embed(patches, plan)
     torch.testing.assert_close(ours, embed_image_ref(patches, 4, 5, w, config), rtol=1e-5, atol=1e-5)
