@@ -186,13 +186,15 @@ class ExtentWrite:
             return []
         if now_ns < self._deadline_ns:
             return self._publish()
-        match self._phase:
-            case _Phase.LEASING:
-                return self._end(WriteEnd.LATE)
-            case _Phase.PUBLISHING:
-                return self._end(WriteEnd.UNKNOWN)
-            case _:
-                return self._give_up(WriteEnd.LATE)
+        return self.give_up()
+
+    def give_up(self) -> list[WriteAction]:
+        """End a write that nobody can wait for any longer."""
+        if self._phase == _Phase.OVER:
+            return []
+        if self._phase == _Phase.PUBLISHING:
+            return self._end(WriteEnd.UNKNOWN)
+        return self._give_up(WriteEnd.LATE)
 
     def _publish(self) -> list[WriteAction]:
         if self._phase != _Phase.PUBLISHING:

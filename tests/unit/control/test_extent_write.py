@@ -106,7 +106,7 @@ def test_publishing_is_repeated_and_then_unknown():
 def test_a_metadata_that_never_answers():
     leasing = ExtentWrite(12, 2, PARAMS)
     leasing.begin(0)
-    assert leasing.on_time(10 * SECOND_NS) == [EndWrite(WriteEnd.LATE, 0)]
+    assert leasing.on_time(10 * SECOND_NS) == [GiveUpLease(), EndWrite(WriteEnd.LATE, 0)]
     publishing = leased()
     store(publishing, range(12))
     assert publishing.on_time(10 * SECOND_NS) == [EndWrite(WriteEnd.UNKNOWN, 0xFFF)]

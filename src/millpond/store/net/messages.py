@@ -118,6 +118,9 @@ class NodeStatus(Message, frozen=True, array_like=True):
     written_bytes: int
     read_bytes: int
     queued_reads: int
+    """Waiting and being served."""
+    read_slots: int = 0
+    """Reads that are served at once; 0: not told."""
 
 
 class Location(Message, frozen=True, array_like=True):
@@ -146,6 +149,8 @@ class Match(Message, frozen=True, array_like=True):
     root: bytes
     """First 16 bytes of the root digest: the key domain."""
     map_version: int
+    window: int = 32
+    """Blocks of a full extent: a hint where extents end."""
 
 
 class Matched(Message, frozen=True, array_like=True):
@@ -240,7 +245,8 @@ class Touch(Message, frozen=True, array_like=True):
 
 class Evict(Message, frozen=True, array_like=True):
     """Forget a chain from block `first_block` on, with all that follows it. Payload: the 16-byte hashes of
-    its blocks from block 0 on. Answer `Done`: extents removed."""
+    its blocks from block 0 on. Answer `Done`: extents removed.
+    """
 
     tenant: int
     root: bytes

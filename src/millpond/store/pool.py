@@ -1,0 +1,429 @@
+"""`Pool`: put, get and match blocks of KV in the erasure-coded pool (kvstore 2.15).
+
+A library: it needs the metadata (`MetadataPort`), the storage nodes named in the pool map, and memory for the
+stripes on their way. Identity and tenant stand in the chain; whoever makes chains decides who shares what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from millpond.control.extent_read import ShardOutcome
+from millpond.control.extent_write import ExtentWriteParams
+from millpond.core.errors import InvalidRequest, InvariantBroken, MillpondError, StaleEpoch
+from millpond.core.extents import NodeId, StripeId, StripeShape, window_blocks
+from millpond.core.kv_layout import KvLayout
+from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
+from millpond.core.units import SECOND_NS
+from millpond.policies.receive_window import ReceiveWindowParams
+from millpond.policies.shard_pick import ShardPickParams
+from millpond.store.buffers import BufferPool
+from millpond.store.chain import BlockChain, Hit, HitExtent, cut_at_windows
+from millpond.store.clock import Clock, SystemClock
+from millpond.store.codec.reed_solomon import ReedSolomon
+from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder, RowSink, StripePlan
+from millpond.store.extent_put import ExtentPuts, PutRequest, PutResult, WriteTools
+from millpond.store.extent_verify import verify_extent
+from millpond.store.net.client import ShardClient, StripeRead
+from millpond.store.net.messages import (
+    Done,
+    Evict,
+    Forget,
+    Match,
+    Matched,
+    Pin,
+    Touch,
+    Unpin,
+)
+from millpond.store.net.node_link import NodeLink, NodeLinkParams, NodePort
+from millpond.store.payload import payload_shape
+from millpond.store.ports import MetadataPort
+from millpond.store.stripe import Block
+from millpond.store.stripe_buffer import stripe_bytes
+
+log = structlog.get_logger(__name__)
+
+OpenNode = Callable[[StorageNodeInfo], NodePort]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolParams:
+    """One client of the pool."""
+
+    num_buffers: int = 24
+    """Stripes on their way at once; each takes 1.2 windows of memory."""
+    num_senders: int = 24
+    """Threads that send shards; a node that has stopped blocks one of them for 2 s."""
+    num_prefetches: int = 2
+    """Prefetches that run at once; more wait."""
+    min_piece_kib: int = 128
+    """Rows are read in groups of at least this size per shard."""
+    metadata_s: float = 2.0
+    """Deadline of calls to the metadata that have none of their own."""
+    open_s: float = 3.0
+    """How long opening waits for the first connection to each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Every parameter of a client."""
+
+    pool: PoolParams = field(default_factory=PoolParams)
+    pick: ShardPickParams = field(default_factory=ShardPickParams)
+    window: ReceiveWindowParams = field(default_factory=ReceiveWindowParams)
+    write: ExtentWriteParams = field(default_factory=ExtentWriteParams)
+    link: NodeLinkParams = field(default_factory=NodeLinkParams)
+
+
+@dataclass(frozen=True, slots=True)
+class HealOrder:
+    """A shard that should be there is not, or is damaged."""
+
+    stripe: StripeId
+    digest: bytes
+    num_blocks: int
+    shard: int
+    outcome: ShardOutcome
+
+
+class Prefetch:
+    """A get that runs in the background."""
+
+    def __init__(self, get: ExtentGet, future: Future[GetResult]) -> None:
+        self._get = get
+        self._future = future
+
+    def cancel(self) -> None:
+        """Give up; `result` then says how far it came."""
+        self._get.cancel()
+
+    def result(self, *, deadline_ns: int) -> GetResult:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: It has not ended by the deadline.
+        """
+        return self._future.result(max(0, deadline_ns - time.monotonic_ns()) / SECOND_NS)
+
+
+class Pool:
+    """See module. Thread-safe; a context manager.
+
+    Args:
+        layout: Of the blocks; part of every chain's root.
+        metadata: Of the pool; stays the caller's.
+        name: Ours, for the logs of the nodes.
+        token: Cluster token.
+        settings: Parameters.
+        clock: For dates in records.
+        open_node: Makes the way to a node; by default a TCP connection.
+
+    Raises:
+        TransientError: The metadata does not answer.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        metadata: MetadataPort,
+        *,
+        name: str,
+        token: str = "",
+        settings: PoolSettings | None = None,
+        clock: Clock | None = None,
+        open_node: OpenNode | None = None,
+    ) -> None:
+        self._layout = layout
+        self._metadata = metadata
+        self._settings = settings = settings or PoolSettings()
+        link = settings.link
+        self._open_node = open_node or (lambda info: NodeLink(info, name=name, token=token, params=link))
+        self._clock = clock or SystemClock()
+        self._map = metadata.pool_map(deadline_ns=self._soon_ns())
+        self._links: dict[NodeId, NodePort] = {}
+        self._nonce_base = secrets.randbits(32) << 32
+        self._nonces = itertools.count()
+        self._holder = secrets.randbits(64)
+        self._plan_of = lru_cache(256)(self._make_plan)
+        self.heals: deque[HealOrder] = deque(maxlen=4096)
+        """What reads found to be absent or corrupt, newest last; a rebuilder takes from the left."""
+        self.window = window_blocks(layout)
+        """Blocks of a full extent."""
+        epoch = self._map.epochs[-1]
+        largest = payload_shape(StripeShape(layout, self.window, epoch.k, epoch.m))
+        self._buffers = BufferPool(settings.pool.num_buffers, stripe_bytes(largest))
+        self._connect(time.monotonic_ns() + int(settings.pool.open_s * SECOND_NS))
+        self._client = ShardClient(self._links, settings.pick, settings.window, self._on_heal)
+        self._senders = ThreadPoolExecutor(settings.pool.num_senders, "send shard")
+        self._prefetches = ThreadPoolExecutor(settings.pool.num_prefetches, "prefetch")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def client(self) -> ShardClient:
+        """Coded reads: counts, and what is known of the nodes."""
+        return self._client
+
+    @property
+    def num_free_buffers(self) -> int:
+        """Of `PoolParams.num_buffers`: how many nobody uses."""
+        return self._buffers.num_free
+
+    def match(self, chain: BlockChain, *, deadline_ns: int | None = None) -> Hit:
+        """Longest prefix of a chain that the pool seems to have.
+
+        Raises:
+            TransientError: The metadata does not answer.
+        """
+        answer = self._metadata.call(
+            Match(chain.tenant, chain.domain, self._map.version),
+            chain.hashes,
+            prefix=chain.hashes,
+            deadline_ns=deadline_ns or self._soon_ns(),
+        )
+        if not isinstance(answer, Matched):
+            raise InvariantBroken(f"match is answered with {answer}")
+        return _hit(chain, answer)
+
+    def get(
+        self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder = RowOrder.EXTENTS
+    ) -> GetResult:
+        """Read a hit into a sink.
+
+        Args:
+            hit: What `match` found.
+            sink: Takes the rows, in order, each verified.
+            deadline_ns: When to stop, on the monotonic clock.
+            order: What comes first.
+
+        Returns:
+            How many leading blocks of the chain were delivered whole, and why not more. What the pool has
+            lost is forgotten by the metadata, so that the next match does not find it.
+        """
+        result = self._make_get(hit, sink, deadline_ns, order).run()
+        self._forget_gone(hit, result)
+        return result
+
+    def prefetch(
+        self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder = RowOrder.ROWS
+    ) -> Prefetch:
+        """Read a hit in the background; see `get`. The sink is called by another thread."""
+        get = self._make_get(hit, sink, deadline_ns, order)
+
+        def run() -> GetResult:
+            result = get.run()
+            self._forget_gone(hit, result)
+            return result
+
+        return Prefetch(get, self._prefetches.submit(run))
+
+    def put(
+        self,
+        chain: BlockChain,
+        first_block: int,
+        blocks: Sequence[Block],
+        *,
+        deadline_ns: int,
+        lineage: int = 0,
+        expiry_class: int = 0,
+    ) -> list[PutResult]:
+        """Write blocks, cut into extents at the windows of their chain.
+
+        Args:
+            chain: Has at least the blocks written.
+            first_block: Index in the chain of the first one.
+            blocks: Each `[block bytes]`, uint8.
+            deadline_ns: When to give up what is not written.
+            lineage: 1: computed downstream of an approximate replay.
+            expiry_class: Class of the segments.
+
+        Returns:
+            One result per extent. An extent that exists or that another writer is writing costs nothing.
+
+        Raises:
+            InvalidRequest: No blocks, blocks of a wrong size, or more than the chain has.
+            QuotaExceeded: The tenant may not write so much.
+            TransientError: The metadata does not answer.
+        """
+        end = first_block + len(blocks)
+        if not blocks or first_block < 0 or end > len(chain.digests):
+            raise InvalidRequest(
+                f"blocks [{first_block}, {end}) of a chain of {len(chain.digests)}", code="pool.blocks"
+            )
+        if any(block.nbytes != self._layout.block_bytes for block in blocks):
+            raise InvalidRequest(f"a block is not {self._layout.block_bytes} bytes", code="pool.blocks")
+        ranges = tuple(cut_at_windows(first_block, end, self.window))
+        tools = WriteTools(
+            links=self._links,
+            buffers=self._buffers,
+            metadata=self._metadata,
+            senders=self._senders,
+            new_stripe=self._new_stripe,
+            plan_of=self._plan_of,
+            holder=secrets.randbits(64),
+            unix_s=self._clock.unix_s,
+            params=self._settings.write,
+        )
+        request = PutRequest(chain, ranges, blocks, lineage, expiry_class)
+        return ExtentPuts(tools, request, deadline_ns=deadline_ns).run()
+
+    def pin(self, hit: Hit, ttl_ns: int) -> int:
+        """Keep a hit from being dropped for a while, best effort; how many extents are pinned."""
+        names = tuple((part.location.digest, part.location.num_blocks) for part in hit.extents)
+        return self._count(Pin(hit.chain.tenant, names, self._holder, ttl_ns), b"", hit.chain)
+
+    def release(self, hit: Hit) -> None:
+        """End the pins of a hit before their time."""
+        names = tuple((part.location.digest, part.location.num_blocks) for part in hit.extents)
+        self._count(Unpin(hit.chain.tenant, names, self._holder), b"", hit.chain)
+
+    def touch(self, chain: BlockChain) -> int:
+        """Count a chain as used now, to its root; how many of its blocks are known."""
+        return self._count(Touch(chain.tenant, chain.domain), chain.hashes, chain)
+
+    def evict(self, chain: BlockChain, first_block: int = 0) -> int:
+        """Forget a chain from a block on; how many extents. Their bytes go with their segments."""
+        return self._count(Evict(chain.tenant, chain.domain, first_block), chain.hashes, chain)
+
+    def verify(self, hit: Hit, *, deadline_ns: int) -> list[tuple[ShardOutcome, ...]]:
+        """Read and check every shard of a hit; per extent the outcome of each shard."""
+        return [
+            verify_extent(self._links, self._buffers, self._plan(part), hit, part, deadline_ns=deadline_ns)
+            for part in hit.extents
+        ]
+
+    def refresh_map(self) -> PoolMap:
+        """Fetch the newest map and connect to the nodes that are new in it.
+
+        Raises:
+            TransientError: The metadata does not answer.
+        """
+        self._map = self._metadata.pool_map(deadline_ns=self._soon_ns())
+        self._plan_of.cache_clear()
+        self._connect(time.monotonic_ns())
+        return self._map
+
+    def close(self) -> None:
+        """Cancel what is on its way and close all connections."""
+        self._client.close()
+        self._prefetches.shutdown(wait=True, cancel_futures=True)
+        self._senders.shutdown(wait=True, cancel_futures=False)
+        for link in self._links.values():
+            link.close()
+
+    def _make_get(self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder) -> ExtentGet:
+        known = {epoch.epoch for epoch in self._map.epochs}
+        if any(part.location.epoch not in known for part in hit.extents):
+            self._refresh_quietly()
+        tools = ReadTools(
+            self._client, self._buffers, self._plan_of, self._settings.pool.min_piece_kib * 1024
+        )
+        return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order)
+
+    def _forget_gone(self, hit: Hit, result: GetResult) -> None:
+        for index in result.gone:
+            part = hit.extents[index]
+            forget = Forget(
+                hit.chain.tenant,
+                hit.chain.domain,
+                part.location,
+                part.begin,
+                hit.chain.hashes_of(0, part.end),
+            )
+            try:
+                self._count(forget, b"", hit.chain)
+            except MillpondError as error:
+                log.info("lost extent not forgotten", code=error.code)
+
+    def _count(self, request: Pin | Unpin | Touch | Evict | Forget, payload: bytes, chain: BlockChain) -> int:
+        answer = self._metadata.call(request, payload, prefix=chain.hashes, deadline_ns=self._soon_ns())
+        return answer.count if isinstance(answer, Done) else 0
+
+    def _plan(self, part: HitExtent) -> StripePlan:
+        return self._plan_of(part.stripe, part.location.num_blocks)
+
+    def _make_plan(self, stripe: StripeId, num_blocks: int) -> StripePlan:
+        for epoch in self._map.epochs:
+            if epoch.epoch == stripe.epoch and stripe.group < len(epoch.groups):
+                nodes = tuple(epoch.points[point] for point in epoch.groups[stripe.group])
+                shape = StripeShape(self._layout, num_blocks, epoch.k, epoch.m)
+                return StripePlan(nodes, _shape(shape), _codec(epoch.k, epoch.m))
+        raise StaleEpoch(f"no placement {stripe.epoch}, group {stripe.group}", code="pool.stale_epoch")
+
+    def _new_stripe(self) -> StripeId:
+        """The next group whose nodes all do well, or else the one with the fewest that do not."""
+        count = next(self._nonces)
+        epoch = self._map.epochs[-1]
+        shunned = self._client.reads.health.ejected
+        first = (self._nonce_base >> 32) + count
+        tried = [(first + step) % len(epoch.groups) for step in range(min(16, len(epoch.groups)))]
+        group = min(tried, key=lambda group: _num_shunned(epoch, group, shunned)) if shunned else tried[0]
+        return StripeId(epoch.epoch, group, self._nonce_base | (count & 0xFFFFFFFF))
+
+    def _connect(self, deadline_ns: int) -> None:
+        for info in self._map.nodes:
+            if info.node not in self._links:
+                self._links[info.node] = self._open_node(info)
+        links = [link for link in self._links.values() if isinstance(link, NodeLink)]
+        for link in links:
+            link.dial()
+        for link in links:
+            link.wait_up(deadline_ns=deadline_ns)
+
+    def _refresh_quietly(self) -> None:
+        try:
+            self.refresh_map()
+        except MillpondError as error:
+            log.info("pool map not refreshed", code=error.code)
+
+    def _on_heal(self, read: StripeRead, shard: int, outcome: ShardOutcome) -> None:
+        extent = read.part.extent
+        self.heals.append(HealOrder(read.part.stripe, extent.digest, extent.num_blocks, shard, outcome))
+
+    def _soon_ns(self) -> int:
+        return time.monotonic_ns() + int(self._settings.pool.metadata_s * SECOND_NS)
+
+
+def _hit(chain: BlockChain, matched: Matched) -> Hit:
+    """Make a hit of an answer, as far as it is without gaps and inside the chain."""
+    parts: list[HitExtent] = []
+    covered = 0
+    for location, begin in zip(matched.extents, matched.begins, strict=True):
+        end = min(begin + location.num_blocks, matched.num_blocks, len(chain.digests))
+        if begin > covered or end <= covered:
+            break
+        parts.append(HitExtent(location, begin, end - begin))
+        covered = end
+    return Hit(chain, covered, tuple(parts))
+
+
+def _num_shunned(epoch: PlacementEpoch, group: int, shunned: frozenset[NodeId]) -> int:
+    return sum(epoch.points[point] in shunned for point in epoch.groups[group])
+
+
+@lru_cache(maxsize=64)
+def _codec(k: int, m: int) -> ReedSolomon:
+    return ReedSolomon(k, m)
+
+
+@lru_cache(maxsize=256)
+def _shape(shape: StripeShape) -> StripeShape:
+    """One object per shape: what is derived from it is then computed once."""
+    return shape
