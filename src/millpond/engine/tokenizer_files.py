@@ -20,6 +20,9 @@ _GGUF_STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_CONTROL = 3
 _GGUF_USER_DEFINED = 4
 
+_LONG_CHARS = 4096
+"""Texts from here on are cut by the library's batch call, which lets other threads run meanwhile."""
+
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -242,7 +245,13 @@ def _plain_encoder(core: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
     core.encode_special_tokens = True  # control tokens are then cut like any other text
     core.no_padding()
     core.no_truncation()
-    return lambda text: core.encode(text, add_special_tokens=False).ids
+
+    def encode(text: str) -> list[int]:
+        if len(text) < _LONG_CHARS:
+            return core.encode(text, add_special_tokens=False).ids
+        return core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    return encode
 
 
 class _ByteLevel:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
 from pathlib import Path
 
 import gguf
@@ -111,6 +114,29 @@ def test_built_in_model_knows_its_tokens(smollm: Tokenizer) -> None:
     assert smollm.stop_ids == (2,)
     assert smollm.named_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert "<|im_start|>" in (smollm.chat_template or "")
+
+
+def test_long_texts_are_cut_like_short_ones_while_other_threads_run(smollm: Tokenizer) -> None:
+    line = "A mill pond holds 12 ducks, 3 boats and <|im_end|> no fish.\n"
+    once, many = smollm.encode(line), 4000
+    beats: list[int] = []
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.001):
+            beats.append(time.perf_counter_ns())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begin = time.perf_counter_ns()
+    ids = smollm.encode(line * many)
+    end = time.perf_counter_ns()
+    is_over.set()
+    thread.join()
+    assert ids == once * many
+    inside = [begin, *(at for at in beats if begin < at < end), end]
+    longest = max(after - before for before, after in itertools.pairwise(inside))
+    assert longest < 0.7 * (end - begin)  # all of it while the library holds the interpreter
 
 
 def test_digits_are_cut_one_by_one(smollm: Tokenizer) -> None:

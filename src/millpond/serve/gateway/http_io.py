@@ -21,7 +21,7 @@ from millpond.core.errors import BodyTooLarge, InvalidRequest, MillpondError
 from millpond.serve.gateway import openai_schema as schema
 from millpond.serve.gateway.answer import make_error, retry_after_of, status_of
 
-INLINE_BODY_BYTES = 32 << 10
+INLINE_BODY_BYTES = 8 << 10
 """Larger bodies are parsed and tokenised in a thread, so that running streams do not stutter."""
 CLIENT_GONE_STATUS = 499
 REQUEST_ID = "millpond.request_id"
