@@ -1,4 +1,4 @@
-"""A storage node in this process, for tests of the client: real sockets, shards in memory, faults on demand."""
+"""A storage node in this process, to test the client: real sockets, shards in memory, faults on demand."""
 
 from __future__ import annotations
 
