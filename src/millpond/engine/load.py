@@ -15,6 +15,7 @@ from millpond.engine.model.config import is_v41
 from millpond.engine.model.load import load_v41_engine
 from millpond.engine.model_files import load_llama_config, locate_model
 from millpond.engine.native import NativeLayers
+from millpond.engine.progress import ShowProgress, show_nothing
 from millpond.engine.rope import RopeTable, rope_frequencies
 from millpond.engine.runner import LlamaEngine
 from millpond.engine.torch_layers import TorchLayers
@@ -35,8 +36,8 @@ def make_layers(
     return native or TorchLayers(config, weights, kv, rope, is_exact=is_exact)
 
 
-def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
-    """Load a model and allocate its KV memory.
+def load_engine(params: EngineParams, device: str = "cpu", show: ShowProgress = show_nothing) -> Engine:
+    """Load a model and allocate its KV memory; `show` is told how far it is.
 
     Raises:
         UnknownModel: No such model.
@@ -47,12 +48,12 @@ def load_engine(params: EngineParams, device: str = "cpu") -> Engine:
     _check_device(device)
     files = locate_model(params.model)
     if is_v41(files):
-        return load_v41_engine(files, params, device)
+        return load_v41_engine(files, params, device, show=show)
     config = load_llama_config(files)
     max_model_len = choose_max_model_len(params.max_model_len, config.max_positions)
     place = torch.device(device)
     kv = KvTensors(config, dtype, params.kv_memory, place)
-    weights = load_weights(files, config, DTYPES[dtype], place)
+    weights = load_weights(files, config, DTYPES[dtype], place, show)
     layers = make_layers(config, weights, kv, max_model_len, is_exact=params.numerics == "exact")
     return LlamaEngine(
         config,

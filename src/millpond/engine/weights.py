@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from millpond.core.errors import ModelFormatError
 from millpond.engine.llama_config import LlamaConfig
+from millpond.engine.llama_tensors import llama_tensors
 from millpond.engine.model_files import ModelFiles, read_gguf
+from millpond.engine.progress import ByteCounter, ShowProgress, show_nothing
 from millpond.engine.safetensors_files import read_headers
 
 
@@ -95,8 +98,16 @@ def _open(path: Path) -> safe_open:
 class _Loader:
     """Reads, checks, converts and fuses tensors of one model."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device, label: str) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        label: str,
+        counter: ByteCounter,
+    ) -> None:
         self._source = source
+        self._counter = counter
         self._dtype = dtype
         self._device = device
         self._label = label
@@ -115,6 +126,7 @@ class _Loader:
                 code="model.tensor",
                 param=name,
             )
+        self._counter.advance(tensor.numel() * self._dtype.itemsize)
         return tensor
 
     def matrix(self, rows: dict[str, int], columns: int) -> torch.Tensor:
@@ -133,9 +145,13 @@ class _Loader:
 
 
 def load_weights(
-    files: ModelFiles, config: LlamaConfig, dtype: torch.dtype, device: torch.device
+    files: ModelFiles,
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    show: ShowProgress = show_nothing,
 ) -> LlamaWeights:
-    """Load all weights of a model.
+    """Load all weights of a model; `show` is told how far it is.
 
     Raises:
         ModelFormatError: A tensor is missing, has the wrong shape or type, or its file is cut short; the
@@ -148,7 +164,8 @@ def load_weights(
         source = GgufSource(read_gguf(files.weight_files[0]), config)
     else:
         source = SafetensorsSource(files)
-    load = _Loader(source, dtype, device, files.name)
+    num_bytes = dtype.itemsize * sum(math.prod(shape) for _, shape in llama_tensors(config))
+    load = _Loader(source, dtype, device, files.name, ByteCounter(num_bytes, show))
     embedding = load.matrix({"model.embed_tokens.weight": config.vocab_size}, config.hidden_size)
     head = embedding
     if not config.tie_embeddings:

@@ -179,7 +179,7 @@ def _lead(
 def _make_runner(
     config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank, post: Callable[[object], None]
 ) -> RankRunner:
-    engine = make_engine(config, group)
+    engine = make_engine(config, group, rank)
     token = folder.load_keys().handoff_token
     sender: HandoffSender | None = None
     receiver: HandoffReceiver | None = None
