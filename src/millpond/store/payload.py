@@ -1,4 +1,4 @@
-"""Shape of a shard's payload: rows, the groups of columns under one checksum, and tiles to process at once.
+"""Shape of a shard's payload: its rows, and the pieces of them that stand under one checksum.
 
 It follows from a layout (`payload_shape`) or stands in a record's header, so that whoever rebuilds or scrubs
 needs no layout.
@@ -6,7 +6,6 @@ needs no layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -17,9 +16,6 @@ from millpond.core.units import KIB, align_up, ceil_div
 
 CHECK_MIN_BYTES = 16 * KIB
 """Smaller pieces would cost more in calls than in hashing."""
-
-TILE_BYTES = 64 * KIB
-"""Of each shard in one go: smaller tiles lose to call overhead, larger ones leave the cache."""
 
 
 class RowPiece(NamedTuple):
@@ -37,7 +33,7 @@ class RowPiece(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The bytes under one checksum."""
+    """The bytes under one checksum: what is coded and verified at once."""
 
     row: int
     group: int
@@ -45,16 +41,6 @@ class Piece(NamedTuple):
     begin: int
     """Within the payload."""
     end: int
-
-
-class Tile(NamedTuple):
-    """Neighbouring pieces that are processed together."""
-
-    begin: int
-    end: int
-    end_row: int
-    """One past the last row it touches."""
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -149,9 +135,18 @@ class PayloadShape:
         """Shape of what a read of the first `num_columns` columns of all rows gives."""
         return _narrowed(self, self.readable_columns(num_columns))
 
-    def tiles(self, begin_row: int, end_row: int) -> tuple[Tile, ...]:
-        """Rows `[begin_row, end_row)`, cut at borders of checksum groups into tiles of 64 KiB or more."""
-        return _tiles(self, begin_row, end_row)
+    def pieces(self, begin_row: int, end_row: int) -> tuple[Piece, ...]:
+        """Rows `[begin_row, end_row)` by checksum."""
+        return self._pieces[self.first_checks[begin_row] : self.first_checks[end_row]]
+
+    @cached_property
+    def _pieces(self) -> tuple[Piece, ...]:
+        found: list[Piece] = []
+        for index, row in enumerate(self.rows):
+            end = row.offset + row.num_bytes
+            for group, begin in enumerate(range(row.offset, end, row.check_bytes)):
+                found.append(Piece(index, group, begin, min(begin + row.check_bytes, end)))
+        return tuple(found)
 
 
 @lru_cache(maxsize=256)
@@ -180,29 +175,3 @@ def _narrowed(shape: PayloadShape, columns: int) -> PayloadShape:
         rows.append(RowPiece(offset, column * columns, row.check_bytes))
         offset += column * columns
     return PayloadShape(shape.k, shape.m, columns, tuple(rows))
-
-
-@lru_cache(maxsize=1024)
-def _tiles(shape: PayloadShape, begin_row: int, end_row: int) -> tuple[Tile, ...]:
-    found: list[Tile] = []
-    pieces: list[Piece] = []
-    for piece in _pieces(shape, begin_row, end_row):
-        pieces.append(piece)
-        if piece.end - pieces[0].begin >= TILE_BYTES:
-            found.append(_tile(pieces))
-            pieces = []
-    if pieces:
-        found.append(_tile(pieces))
-    return tuple(found)
-
-
-def _tile(pieces: Sequence[Piece]) -> Tile:
-    return Tile(pieces[0].begin, pieces[-1].end, pieces[-1].row + 1, tuple(pieces))
-
-
-def _pieces(shape: PayloadShape, begin_row: int, end_row: int) -> Iterator[Piece]:
-    for index in range(begin_row, end_row):
-        row = shape.rows[index]
-        end = row.offset + row.num_bytes
-        for group, begin in enumerate(range(row.offset, end, row.check_bytes)):
-            yield Piece(index, group, begin, min(begin + row.check_bytes, end))

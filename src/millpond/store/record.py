@@ -13,12 +13,11 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-import xxhash
-
 from millpond.core.errors import ChecksumMismatch, DataError, InvariantBroken, WireVersionMismatch
 from millpond.core.extents import COLUMN_ALIGN_BYTES, ExtentId, StripeId, StripeShape
 from millpond.core.units import KIB, align_up
-from millpond.store.payload import PayloadShape, RowPiece, payload_shape
+from millpond.store.codec.checksum import checksum
+from millpond.store.payload import PayloadShape, Piece, RowPiece, payload_shape
 
 MAGIC = b"MPEX"
 FORMAT = 1
@@ -43,9 +42,6 @@ _GENERATION = struct.Struct("<Q")
 _ROW = struct.Struct("<III")
 _CHECKSUM = struct.Struct("<Q")
 _HASH_BYTES = 16
-
-checksum = xxhash.xxh3_64_intdigest
-"""Checksum of our own bytes: xxh3, 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,10 @@ class RecordHeader:
             self.created_s,
             self.expiry_class,
         )
+
+    def check_of(self, piece: Piece) -> int:
+        """Checksum of a piece of the payload, or of the payload narrowed to leading columns."""
+        return self.checks[self.shape.first_checks[piece.row] + piece.group]
 
     def check_fits(self, shape: StripeShape) -> None:
         """Check that the record is one shard of a stripe of this shape.
@@ -332,10 +332,8 @@ def check_rows(header: RecordHeader, data: Bytes, begin_row: int, end_row: int, 
     shape = header.shape.narrowed(num_columns)
     view = memoryview(data)
     base = shape.row_offsets[begin_row]
-    for tile in shape.tiles(begin_row, end_row):
-        for piece in tile.pieces:
-            check = header.checks[header.shape.first_checks[piece.row] + piece.group]
-            if checksum(view[piece.begin - base : piece.end - base]) != check:
-                raise ChecksumMismatch(
-                    f"row {piece.row} of shard {header.shard} is damaged", code="record.payload"
-                )
+    for piece in shape.pieces(begin_row, end_row):
+        if checksum(view[piece.begin - base : piece.end - base]) != header.check_of(piece):
+            raise ChecksumMismatch(
+                f"row {piece.row} of shard {header.shard} is damaged", code="record.payload"
+            )

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millpond.core.errors import ExtentLost, InvalidRequest, InvariantBroken
 from millpond.core.extents import ExtentId, StripeId, StripeShape
+from millpond.store.cells import Block, gather_row, scatter_row
+from millpond.store.codec.backend import checksums
 from millpond.store.codec.reed_solomon import ReedSolomon
-from millpond.store.payload import Tile, payload_shape
-from millpond.store.record import RecordHeader, checksum, pack_header
+from millpond.store.payload import Piece, payload_shape
+from millpond.store.record import RecordHeader, pack_header
 from millpond.store.stripe_buffer import StripeBuffer
-
-Block = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +65,11 @@ def encode_extent(
     if meta.extent.num_blocks != shape.num_blocks or buffer.shape != payload_shape(shape):
         raise InvariantBroken(f"extent of {meta.extent.num_blocks} blocks, shape of {shape.num_blocks}")
     checks: list[list[int]] = [[] for _ in range(shape.num_shards)]
-    next_row = 0
-    for tile in buffer.shape.tiles(0, len(buffer.shape.rows)):
-        while next_row < tile.end_row:
-            _gather_row(shape, buffer, next_row, blocks)
-            next_row += 1
-        encode_tile(codec, buffer, tile, checks)
+    for piece in buffer.shape.pieces(0, len(buffer.shape.rows)):
+        if piece.group == 0:
+            gather_row(shape, buffer, piece.row, blocks)
+        for found, check in zip(checks, encode_piece(codec, buffer, piece), strict=True):
+            found.append(check)
     headers = [
         RecordHeader(
             extent=meta.extent,
@@ -98,11 +94,9 @@ def encode_extent(
     return headers
 
 
-def encode_tile(codec: ReedSolomon, buffer: StripeBuffer, tile: Tile, checks: Sequence[list[int]]) -> None:
-    """Compute the parity of a tile and append the checksums of all its pieces, by shard."""
-    codec.encode(buffer.shards, tile.begin, tile.end - tile.begin)
-    for shard, found in enumerate(checks):
-        found.extend(_checks(buffer, shard, tile))
+def encode_piece(codec: ReedSolomon, buffer: StripeBuffer, piece: Piece) -> list[int]:
+    """Compute the parity of a piece; return its checksums by shard."""
+    return codec.encode(buffer.shards, piece.begin, piece.end - piece.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +132,10 @@ def open_rows(
     """
     corrupt: set[int] = set()
     is_complete = True
-    for tile in buffer.shape.tiles(begin_row, end_row):
-        good = _intact(buffer, headers, tile)
+    for piece in buffer.shape.pieces(begin_row, end_row):
+        good = _repair_piece(codec, buffer, headers, range(codec.k), piece)
         corrupt.update(headers.keys() - good)
-        if len(good) < codec.k:
-            is_complete = False
-            continue
-        missing = [shard for shard in range(codec.k) if shard not in good]
-        codec.decode(buffer.shards, good, missing, tile.begin, tile.end - tile.begin)
+        is_complete &= len(good) >= codec.k
     return OpenedRows(frozenset(corrupt), is_complete)
 
 
@@ -167,13 +157,12 @@ def rebuild_shards(
         ExtentLost: Fewer than k intact pieces somewhere.
     """
     checks: dict[int, list[int]] = {shard: [] for shard in wanted}
-    for tile in buffer.shape.tiles(0, len(buffer.shape.rows)):
-        good = _intact(buffer, headers, tile)
+    for piece in buffer.shape.pieces(0, len(buffer.shape.rows)):
+        good = _repair_piece(codec, buffer, headers, wanted, piece)
         if len(good) < codec.k:
             raise ExtentLost(f"{len(good)} intact shards of {codec.k}", code="pool.lost")
-        codec.decode(buffer.shards, good, wanted, tile.begin, tile.end - tile.begin)
         for shard, found in checks.items():
-            found.extend(_checks(buffer, shard, tile))
+            found.extend(checksums(buffer.shards, piece.begin, piece.end - piece.begin, [shard]))
     model = next(iter(headers.values()))
     made = [replace(model, shard=shard, checks=tuple(found), generation=0) for shard, found in checks.items()]
     for header in made:
@@ -194,29 +183,33 @@ def copy_rows_out(
         blocks: Each `[block bytes]`, uint8, for the first `len(blocks)` blocks of the buffer.
     """
     for row in range(begin_row, end_row):
-        view, cut = buffer.row(row), _cut(shape, row)
-        for index, block in enumerate(blocks):
-            cell = block[cut.begin : cut.end]
-            cell[: cut.full_bytes].reshape(cut.num_full, cut.column_bytes)[:] = view[index, : cut.num_full]
-            if cut.rest_bytes:
-                cell[cut.full_bytes :] = view[index, cut.num_full, : cut.rest_bytes]
+        scatter_row(shape, buffer, row, blocks)
 
 
-def _checks(buffer: StripeBuffer, shard: int, tile: Tile) -> list[int]:
-    base, view = buffer.shards.begins[shard], buffer.view
-    return [checksum(view[base + piece.begin : base + piece.end]) for piece in tile.pieces]
+def _repair_piece(
+    codec: ReedSolomon,
+    buffer: StripeBuffer,
+    headers: Mapping[int, RecordHeader],
+    wanted: Sequence[int],
+    piece: Piece,
+) -> list[int]:
+    """Make a piece of the wanted shards right; return the intact ones at hand, ascending.
 
-
-def _intact(buffer: StripeBuffer, headers: Mapping[int, RecordHeader], tile: Tile) -> list[int]:
-    """Shards whose pieces of the tile match their checksums, ascending: data before parity."""
-    return [shard for shard in sorted(headers) if _is_intact(buffer, headers[shard], shard, tile)]
-
-
-def _is_intact(buffer: StripeBuffer, header: RecordHeader, shard: int, tile: Tile) -> bool:
-    # A narrowed buffer has fewer groups per row than the header has checksums, beginning with the same.
-    firsts, checks = header.shape.first_checks, header.checks
-    expected = [checks[firsts[piece.row] + piece.group] for piece in tile.pieces]
-    return _checks(buffer, shard, tile) == expected
+    The shards at hand are first taken to be intact, so that verifying and rebuilding are one pass; only if
+    some are not, the piece is rebuilt again without them. Nothing is rebuilt from fewer than k.
+    """
+    good = sorted(headers)
+    size = piece.end - piece.begin
+    while True:
+        if len(good) < codec.k:
+            sums = checksums(buffer.shards, piece.begin, size, good)
+        else:
+            missing = [shard for shard in wanted if shard not in good]
+            sums = codec.decode(buffer.shards, good, missing, piece.begin, size, good)
+        intact = [s for s, found in zip(good, sums, strict=True) if found == headers[s].check_of(piece)]
+        if len(intact) == len(good):
+            return intact
+        good = intact
 
 
 def _write_header(buffer: StripeBuffer, header: RecordHeader) -> None:
@@ -229,36 +222,3 @@ def _check_blocks(shape: StripeShape, blocks: Sequence[Block]) -> None:
         raise InvalidRequest(f"{len(blocks)} blocks, expected {shape.num_blocks}", code="pool.blocks")
     if any(block.shape != (size,) or block.dtype != np.uint8 for block in blocks):
         raise InvalidRequest(f"a block is not {size} bytes", code="pool.blocks")
-
-
-def _gather_row(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
-    view, cut = buffer.row(row), _cut(shape, row)
-    for index, block in enumerate(blocks):
-        cell = block[cut.begin : cut.end]
-        view[index, : cut.num_full] = cell[: cut.full_bytes].reshape(cut.num_full, cut.column_bytes)
-        if cut.num_full < shape.k:
-            rest = view[index, cut.num_full]
-            rest[: cut.rest_bytes] = cell[cut.full_bytes :]
-            rest[cut.rest_bytes :] = 0
-            view[index, cut.num_full + 1 :] = 0
-
-
-class _Cut(NamedTuple):
-    """How one row of a block falls into columns: full ones, a partial one, padding."""
-
-    begin: int
-    """Within the block."""
-    end: int
-    column_bytes: int
-    num_full: int
-    full_bytes: int
-    rest_bytes: int
-
-
-@lru_cache(maxsize=4096)
-def _cut(shape: StripeShape, row: int) -> _Cut:
-    sizes = [r.num_bytes for r in shape.layout.rows]
-    begin = sum(sizes[:row])
-    column = shape.column_bytes[row]
-    num_full, rest = divmod(sizes[row], column)
-    return _Cut(begin, begin + sizes[row], column, num_full, sizes[row] - rest, rest)

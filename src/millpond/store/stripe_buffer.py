@@ -33,9 +33,10 @@ class StripeBuffer:
         """
         self.shape = shape
         self.header_bytes = header_size(shape)
-        self._stride = _stride(shape)
+        self.stride = _stride(shape)
+        """From the beginning of one shard to that of the next."""
         self.shards = ShardMemory(
-            memory, shape.num_shards, self.header_bytes, self._stride, shape.payload_bytes
+            memory, shape.num_shards, self.header_bytes, self.stride, shape.payload_bytes
         )
         self.view = memory.data
         """All of the memory; payloads begin at `shards.begins`."""
@@ -60,7 +61,7 @@ class StripeBuffer:
         return np.lib.stride_tricks.as_strided(
             shards.memory[shards.begins[0] + shape.row_offsets[row] :],
             (shape.num_blocks, shape.k, column),
-            (column, self._stride, 1),
+            (column, self.stride, 1),
         )
 
 

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.extents import COLUMN_ALIGN_BYTES
+from millpond.store.codec.checksum import checksum
 from millpond.store.codec.gf256 import Matrix
+from millpond.store.codec.native import load_kernels
 
 Memory = NDArray[np.uint8]
 
@@ -64,8 +66,14 @@ class ShardMemory:
 class Combine(Protocol):
     """One linear map over GF(256) from some shards to others, ready to be applied to any range of them."""
 
-    def __call__(self, shards: ShardMemory, begin: int, num_bytes: int) -> None:
-        """Compute `num_bytes` from `begin` on of every output; both multiples of 64."""
+    def __call__(
+        self, shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int] = ()
+    ) -> list[int]:
+        """Compute `num_bytes` from `begin` on of every output; both multiples of 64.
+
+        Returns:
+            Checksums of the same range of the shards in `summed`, which may be outputs.
+        """
         ...
 
 
@@ -78,21 +86,27 @@ class Backend(Protocol):
         """Prepare the map `outputs = coefficients x sources`.
 
         Args:
-            coefficients: [outputs, sources].
+            coefficients: [outputs, sources]; without outputs the map does nothing but checksums.
             sources: Indices of shards.
             outputs: Indices of other shards.
         """
         ...
 
 
+def checksums(shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int]) -> list[int]:
+    """Checksums of one range of some shards."""
+    view = shards.memory.data
+    return [checksum(view[at + begin : at + begin + num_bytes]) for at in (shards.begins[s] for s in summed)]
+
+
 @cache
 def default_backend() -> Backend:
-    """ISA-L if this machine has it, else numba; both give the same bytes."""
+    """ISA-L if this machine has it, else numba; all give the same bytes."""
     from millpond.store.codec.isal import IsalBackend, load_isal  # noqa: PLC0415 - reaches for a library
 
     library = load_isal()
     if library is not None:
-        return IsalBackend(library)
+        return IsalBackend(library, load_kernels())
     from millpond.store.codec.numba_backend import NumbaBackend  # noqa: PLC0415 - half a second to import
 
     return NumbaBackend()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from millpond.store.codec.backend import Combine, ShardMemory
+from millpond.store.codec.backend import Combine, ShardMemory, checksums
 from millpond.store.codec.gf256 import Matrix
+from millpond.store.codec.native import MIN_SUM_BYTES
 
 _CARRIER = "pyeclib"
 """Package whose wheel carries a build of the library."""
@@ -58,39 +59,74 @@ class IsalBackend:
 
     name = "isal"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, kernels: ctypes.CDLL | None = None) -> None:
+        """Use a loaded ISA-L.
+
+        Args:
+            library: See `load_isal`.
+            kernels: See `native.load_kernels`; without them checksums take a second pass.
+        """
         self._library = library
+        self._kernels = kernels
 
     def combine(self, coefficients: Matrix, sources: Sequence[int], outputs: Sequence[int]) -> Combine:
         """See `Backend.combine`."""
-        return _IsalCombine(self._library, np.ascontiguousarray(coefficients), sources, outputs)
+        return _IsalCombine(
+            self._library, self._kernels, np.ascontiguousarray(coefficients), sources, outputs
+        )
 
 
 class _IsalCombine:
     """Implements `Combine`."""
 
     def __init__(
-        self, library: ctypes.CDLL, matrix: Matrix, sources: Sequence[int], outputs: Sequence[int]
+        self,
+        library: ctypes.CDLL,
+        kernels: ctypes.CDLL | None,
+        matrix: Matrix,
+        sources: Sequence[int],
+        outputs: Sequence[int],
     ) -> None:
         self._sources, self._outputs = tuple(sources), tuple(outputs)
-        num_outputs, num_sources = matrix.shape
+        self._coded = (*self._sources, *self._outputs)
+        num_outputs, num_sources = len(outputs), len(sources)
         self._tables = np.zeros(_TABLE_BYTES * matrix.size, np.uint8)
         self._tables_at = self._tables.ctypes.data
         library.ec_init_tables(num_sources, num_outputs, matrix.ctypes.data, self._tables_at)
         self._is_xor = num_outputs == 1 and num_sources > 1 and bool((matrix == 1).all())
-        self._encode = library.ec_encode_data
-        self._xor = library.xor_gen
+        self._encode, self._xor = library.ec_encode_data, library.xor_gen
+        self._encode_at = ctypes.cast(library.ec_encode_data, _Pointer).value
+        self._xor_at = ctypes.cast(library.xor_gen, _Pointer).value
+        self._kernels = kernels
 
-    def __call__(self, shards: ShardMemory, begin: int, num_bytes: int) -> None:
+    def __call__(
+        self, shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int] = ()
+    ) -> list[int]:
         shards.check_range(begin, num_bytes)
-        sources = [shards.addresses[shard] + begin for shard in self._sources]
-        outputs = [shards.addresses[shard] + begin for shard in self._outputs]
-        if self._is_xor and sources[0] % _XOR_ALIGN_BYTES == 0:
-            self._xor(len(sources) + 1, num_bytes, _pointers(sources + outputs))
-            return
-        self._encode(
-            num_bytes, len(sources), len(outputs), self._tables_at, _pointers(sources), _pointers(outputs)
-        )
+        addresses = shards.addresses
+        coded = [addresses[shard] + begin for shard in self._coded]
+        is_xor = self._is_xor and coded[0] % _XOR_ALIGN_BYTES == 0
+        if summed and self._kernels is not None and num_bytes >= MIN_SUM_BYTES:
+            sums = bytearray(8 * len(summed))
+            self._kernels.mp_code_piece(
+                self._xor_at if is_xor else self._encode_at,
+                None if is_xor else self._tables_at,
+                _pointers(coded),
+                len(self._sources),
+                len(self._outputs),
+                _pointers([addresses[shard] + begin for shard in summed]),
+                len(summed),
+                num_bytes,
+                (ctypes.c_char * len(sums)).from_buffer(sums),
+            )
+            return list(struct.unpack(f"{len(summed)}Q", sums))
+        if is_xor:
+            self._xor(len(coded), num_bytes, _pointers(coded))
+        elif self._outputs:
+            at = len(self._sources)
+            sources, outputs = _pointers(coded[:at]), _pointers(coded[at:])
+            self._encode(num_bytes, at, len(self._outputs), self._tables_at, sources, outputs)
+        return checksums(shards, begin, num_bytes, summed)
 
 
 def _pointers(addresses: list[int]) -> bytes:

@@ -32,23 +32,31 @@ class ReedSolomon:
         self.matrix = coding_matrix(k, m)
         self.backend = backend or default_backend()
         parity = range(k, k + m)
-        self._encode = self.backend.combine(self.matrix[k:], range(k), parity) if m else None
+        self._encode = self.backend.combine(self.matrix[k:], range(k), parity)
         self._pattern = lru_cache(_CACHED_PATTERNS)(self._make_pattern)
 
-    def encode(self, shards: ShardMemory, begin: int, num_bytes: int) -> None:
+    def encode(self, shards: ShardMemory, begin: int, num_bytes: int) -> list[int]:
         """Compute bytes `[begin, begin + num_bytes)` of the parity shards from those of the data shards.
 
         Args:
             shards: All k + m.
             begin: A multiple of 64, as is the next.
             num_bytes: How many.
+
+        Returns:
+            Checksums of that range of all k + m shards.
         """
-        if self._encode is not None:
-            self._encode(shards, begin, num_bytes)
+        return self._encode(shards, begin, num_bytes, range(self.k + self.m))
 
     def decode(
-        self, shards: ShardMemory, present: Sequence[int], wanted: Sequence[int], begin: int, num_bytes: int
-    ) -> None:
+        self,
+        shards: ShardMemory,
+        present: Sequence[int],
+        wanted: Sequence[int],
+        begin: int,
+        num_bytes: int,
+        summed: Sequence[int] = (),
+    ) -> list[int]:
         """Compute bytes `[begin, begin + num_bytes)` of shards, data or parity, from those of k others.
 
         Args:
@@ -57,15 +65,20 @@ class ReedSolomon:
             wanted: Shards to compute, none of them among those k.
             begin: A multiple of 64, as is the next.
             num_bytes: How many.
+            summed: Shards to take checksums of, present or wanted.
+
+        Returns:
+            Checksums of that range of the shards in `summed`.
 
         Raises:
             InvariantBroken: Fewer than k shards, or a wanted one is among them.
         """
-        if wanted:
-            self._pattern(tuple(sorted(present[: self.k])), tuple(wanted))(shards, begin, num_bytes)
+        combine = self._pattern(tuple(sorted(present[: self.k])), tuple(wanted))
+        return combine(shards, begin, num_bytes, summed)
 
     def _make_pattern(self, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Combine:
         if len(set(sources)) != self.k or set(sources) & set(wanted):
             raise InvariantBroken(f"shards {wanted} from {sources} at k = {self.k}")
         decoder = invert_matrix(self.matrix[list(sources)])
-        return self.backend.combine(matrix_product(self.matrix[list(wanted)], decoder), sources, wanted)
+        coefficients = matrix_product(self.matrix[list(wanted)], decoder)
+        return self.backend.combine(coefficients, sources, wanted)
