@@ -122,6 +122,60 @@ def test_bug_12_a_client_that_leaves_cancels_all_choices(start: Callable[..., Ga
     assert "millpond_sequences_waiting 0.0" in metrics
 
 
+def test_a_client_that_closes_its_half_gets_its_answer(start: Callable[..., GatewayProcess]) -> None:
+    gateway = start()
+    for is_stream in (True, False):
+        for num_before in (0, 5):
+            answer = half_close_after(gateway, is_stream=is_stream, num_before=num_before)
+            head, _, body = answer.removeprefix("HTTP/1.1 100 Continue\r\n\r\n").partition("\r\n\r\n")
+            assert head.startswith("HTTP/1.1 200")
+            assert "100 Continue" not in body
+            if is_stream:
+                assert body.count('"finish_reason":"length"') == 1
+                assert "data: [DONE]" in body
+            else:
+                assert json.loads(body)["choices"][0]["text"] == TEXT
+            assert gateway.peer.cancels == []
+
+
+def half_close_after(gateway: GatewayProcess, *, is_stream: bool, num_before: int) -> str:
+    """Everything that a client reads which sends a request, closes its half and then waits."""
+    peer = gateway.peer
+    peer.limit = num_before
+    peer.submits.clear()
+    body = json.dumps({**BODY, "stream": is_stream})
+    with socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(DEADLINE_S)
+        client.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        gateway.wait_for(lambda: len(peer.submits) == 1, "submitted")
+        client.shutdown(socket.SHUT_WR)
+        if not is_stream or not num_before:
+            assert client.recv(5, socket.MSG_PEEK)  # it has seen the end of what this client sends
+        peer.limit = 1 << 30
+        received = b""
+        while part := client.recv(65536):
+            received += part
+    return received.decode()
+
+
+@pytest.mark.parametrize("data", [b"hello\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"\0" * 100])
+def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(
+    start: Callable[..., GatewayProcess], data: bytes
+) -> None:
+    gateway = start()
+    with socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(DEADLINE_S)
+        client.sendall(data)
+        received = b""
+        while part := client.recv(65536):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http_request"
+
+
 def leave_after(gateway: GatewayProcess, *, is_stream: bool, num_before: int) -> None:
     peer = gateway.peer
     peer.limit = num_before
@@ -213,7 +267,8 @@ def test_a_port_in_use_is_named_and_the_process_ends(folder: Path) -> None:
         gateway = start_gateway(folder, make_config(folder, port))
         try:
             assert gateway.process.wait(DEADLINE_S) != 0
-            assert f"cannot listen on 127.0.0.1:{port}" in gateway.log
+            reason = gateway.peer.folder.reason_file("gateway").read_text(encoding="utf-8")
+            assert f"cannot listen on 127.0.0.1:{port}" in reason
         finally:
             gateway.process.kill()
             gateway.peer.stop()
