@@ -13,6 +13,9 @@ from millpond.core.errors import InvalidRequest
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
 _MISSING_FIELD = re.compile(r"missing required field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
+_PAIR = re.compile(rb"\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+"""What the parser calls truncated or malformed."""
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 
 
@@ -40,6 +43,11 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
+        if half := _HALF_PAIR.search(_PAIR.sub(b"", body)):
+            raise InvalidRequest(
+                f"the body holds half of a surrogate pair, {half.group().decode()}: send whole characters",
+                code="invalid_unicode",
+            ) from None
         raise InvalidRequest(
             f"the body is not valid JSON in UTF-8: {error}", code="invalid_json", param=None
         ) from None

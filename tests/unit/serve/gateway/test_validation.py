@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -249,7 +251,7 @@ def test_an_unknown_model_is_404_and_an_alias_is_served_under_its_name() -> None
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"nope", b'{"model":', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b"[" * 100_000],
+    [b"", b"nope", b'{"model":', b"\xff\xfe", b'{"model": "\xff"}', b"[" * 100_000],
 )
 def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize"):
@@ -282,3 +284,18 @@ def test_a_body_over_the_limit_is_413() -> None:
 def test_values_are_cut_in_messages() -> None:
     error = refused(CHAT, chat_body(stop="y" * 5000))
     assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    "half", [r"\ud83d", r"\uDE00", r"\ud83dx\ude00", r"\ude00\ud83d", r"\ud83d\ude00\ud83d"]
+)
+def test_half_a_character_in_json_is_called_by_its_name(half: str) -> None:
+    gateway = make_gateway(FakeService(says("ok")))
+    body = json.dumps(chat_body()).replace('"hi"', f'"{half}"')
+    error = ask(gateway, CHAT, body.encode()).json()["error"]
+    assert error["code"] == "invalid_unicode"
+    assert re.search(r"surrogate pair, \\u[dD]", error["message"])
+    whole = body.replace(half, r"\ud83d\ude00")
+    assert ask(gateway, CHAT, whole.encode()).status_code == 200
+    broken = body.replace(half, r"\ud83d\ude00")[:-1]
+    assert ask(gateway, CHAT, broken.encode()).json()["error"]["code"] == "invalid_json"
