@@ -197,13 +197,13 @@ class ExtentReads:
         if read_id in self._reads:
             raise InvariantBroken(f"read {read_id} has begun already")
         present = [shard for shard in range(len(query.nodes)) if not query.missing >> shard & 1]
-        picked = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
+        picked, num_good = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
         order = [present[index] for index in picked]
         self.counts.reads += 1
         self.counts.needed_bytes += query.k * query.num_bytes
         self._budget.earn(query.k * query.num_bytes)
         width = query.k
-        if len(order) > query.k:
+        if num_good > query.k:
             if self.utilisation <= self._late_above and self._budget.spend(query.num_bytes):
                 width += 1
             else:

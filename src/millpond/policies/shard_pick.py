@@ -133,7 +133,7 @@ class NodeHealth:
         state = self._nodes.get(node)
         return state.latency_ratio if state else 1.0
 
-    def pick_order(self, now_ns: int, nodes: Sequence[NodeId]) -> Sequence[int]:
+    def pick_order(self, now_ns: int, nodes: Sequence[NodeId]) -> tuple[Sequence[int], int]:
         """Order the shards of a stripe: those to ask first come first.
 
         Args:
@@ -141,14 +141,15 @@ class NodeHealth:
             nodes: Node of each shard, data shards first.
 
         Returns:
-            Indices into `nodes`. Shards of healthy nodes in their own order, which makes the decode cheapest:
-            data, the XOR parity, the rest. Then at most one probe, then ejected nodes.
+            Indices into `nodes`, and how many of them are worth asking: at most one probe, and the shards of
+            healthy nodes in their own order, which makes the decode cheapest (data, the XOR parity, others).
+            Behind those, for want of better ones, the shards of ejected nodes.
 
         Guarantees:
             A permutation. A node whose ejection is over stands among the first for one read at a time.
         """
         if self._ejected.keys().isdisjoint(nodes):
-            return range(len(nodes))
+            return range(len(nodes)), len(nodes)
         healthy: list[int] = []
         probes: list[int] = []
         shunned: list[int] = []
@@ -161,7 +162,7 @@ class NodeHealth:
                 probes.append(index)
             else:
                 shunned.append(index)
-        return [*probes, *healthy, *shunned]
+        return [*probes, *healthy, *shunned], len(probes) + len(healthy)
 
     def observe(self, now_ns: int, node: NodeId, num_bytes: int, latency_ns: int) -> None:
         """Learn that a valid shard of `num_bytes` arrived `latency_ns` after it was asked for."""

@@ -1,8 +1,9 @@
 """`NetworkBed`: network namespaces as hosts, bridges as switches, shaped links between them.
 
 All bridges lie in one namespace of their own, so that nothing outside the bed changes. The limit of a link
-sits at the bridge for what the host receives and at the host for what it sends: there the queue forms in a real
-network. Names carry the owner's process id and start time, so that the next bed removes what a killed one left.
+sits at the bridge for what the host receives and at the host for what it sends: there the queue forms in a
+real network. Names carry the owner's process id and start time, so that the next bed removes what a killed
+one left.
 """
 
 from __future__ import annotations
