@@ -82,7 +82,7 @@ class Meter:
         return sum(spent for (_, booked), spent in self.spent.items() if booked is kind)
 
     def by_mechanism(self) -> dict[Mechanism, float]:
-        """What was spent on each mechanism."""
+        """What was spent on each mechanism, in the order of their work."""
         sums: dict[Mechanism, float] = defaultdict(float)
         for (mechanism, _), spent in self.spent.items():
             sums[mechanism] += spent

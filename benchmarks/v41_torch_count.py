@@ -17,23 +17,19 @@ import torch
 
 from benchmarks.v41_flops import linear_error
 from millpond.engine.model.load import load_model
-from millpond.engine.model.numerics import BF16, FP32
+from millpond.engine.model.numerics import BF16
 from millpond.policies.cost import v41_cost
 
-_LENGTH = 46
+_LENGTH, _KEEP_BEGIN = 46, 29
 _LIMIT_S = 300
 
 
 def largest_error(folder: Path) -> float:
-    """Largest error over chunks with odd borders and a decode row, with all decoder rows and a kept tail."""
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    errors = []
-    for numerics, keep_begin in ((FP32, 0), (BF16, 29)):
-        model = load_model(folder, files, numerics, torch.device("cpu"))
-        cost, vocab = v41_cost(model.config.shape), model.config.shape.vocab_size
-        ids = [3 + 37 * i % (vocab - 64) for i in range(_LENGTH)]
-        errors.append(linear_error(model, cost, ids, [1, 32], num_decoded=1, keep_begin=keep_begin))
-    return max(errors)
+    """Largest error over chunks before, across and behind the kept tail's begin, and a decode row."""
+    model = load_model(folder, tuple(sorted(folder.glob("*.safetensors"))), BF16, torch.device("cpu"))
+    shape = model.config.shape
+    ids = [3 + 37 * i % (shape.vocab_size - 64) for i in range(_LENGTH)]
+    return linear_error(model, v41_cost(shape), ids, [1, 32], num_decoded=1, keep_begin=_KEEP_BEGIN)
 
 
 def count_in_process(folders: Sequence[Path]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class _Token:
 class RefModel:
     """The twin of `V41Model` with `FP32` numerics; text only."""
 
-    def __init__(self, config: V41Config, weights: ModelWeights, token_map: Sequence[int]) -> None:
+    def __init__(self, config: V41Config, weights: ModelWeights, token_map: Iterable[int]) -> None:
         """Take the engine's weights.
 
         Args:
