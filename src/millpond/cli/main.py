@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, chat, collect_env, config, model, process, serve, sim, status
+from millpond.cli import bench, chat, collect_env, config, model, process, serve, sim, status, storage_node
 from millpond.core.errors import ConfigError, MillpondError, ModelFormatError, UnknownModel
 
 CONFIG_EXIT_STATUS = 2
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
+app.command("storage-node")(storage_node.storage_node)
 app.command("collect-env")(collect_env.collect_env)
 app.command("version")(collect_env.version)
 app.add_typer(bench.app, name="bench", help="Measure a running service.")

@@ -64,14 +64,19 @@ class Files(Protocol):
 
 
 class DiskFiles:
-    """A folder of the file system. Created if it is missing.
+    """A folder of the file system.
+
+    Args:
+        path: The folder.
+        create: Make it if it is missing.
 
     Raises:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def names(self) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from millpond.core.errors import ExtentAbsent
+from millpond.core.errors import ExtentAbsent, NodeRefused
 from millpond.core.units import align_up
 from millpond.store.files import Files
 from millpond.store.record import RecordHeader
@@ -141,21 +142,36 @@ class OpenRecord:
     needed: what is read here belongs to the header.
     """
 
-    def __init__(self, segment: LiveSegment, offset: int, packed: bytes, header: RecordHeader) -> None:
+    def __init__(
+        self, files: Files, segment: LiveSegment, offset: int, packed: bytes, header: RecordHeader
+    ) -> None:
+        self._files = files
         self._segment = segment
         self.packed_header = packed
         self.header = header
         self.payload_offset = offset + header.header_bytes
 
     @property
-    def file(self) -> int:
-        """Open file that holds the record."""
-        return self._segment.file
-
-    @property
     def generation(self) -> int:
         """Of its segment."""
         return self._segment.generation
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], view: memoryview) -> None:
+        """Read payload ranges (offset, bytes), one after the other, into `view`, which has their size.
+
+        Raises:
+            NodeRefused: The drive cannot read them.
+        """
+        done = 0
+        for offset, num_bytes in ranges:
+            part = view[done : done + num_bytes]
+            try:
+                got = self._files.read_into(self._segment.file, self.payload_offset + offset, part)
+            except OSError as error:
+                raise NodeRefused(f"cannot read: {error.strerror}", code="store.io") from error
+            if got < num_bytes:
+                raise NodeRefused("the record is cut off", code="store.io")
+            done += num_bytes
 
     def __enter__(self) -> Self:
         return self

@@ -44,6 +44,7 @@ _TAIL_MAGIC = b"MPSF"
 _TAIL_BYTES = 64
 _CHECKSUM = struct.Struct("<Q")
 _KEY = struct.Struct("<32sHBQ")
+_DIGEST_BYTES = 32
 
 DIRECTORY = np.dtype([("fingerprint", "<u8"), ("page", "<u4"), ("num_bytes", "<u4")])
 """One record: hash of its key, where it begins in pages, its length with header."""
@@ -58,6 +59,16 @@ class ShardKey(NamedTuple):
     num_blocks: int
     shard: int
     nonce: int
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a record can have this key; fields from the wire may hold anything."""
+        return (
+            len(self.digest) == _DIGEST_BYTES
+            and 0 < self.num_blocks < 1 << 16
+            and 0 <= self.shard < 1 << 8
+            and 0 <= self.nonce < 1 << 64
+        )
 
     @property
     def fingerprint(self) -> int:

@@ -154,9 +154,11 @@ class SegmentLog:
         """The other steps: its generation ends durably, then its file goes (readers still have it)."""
         try:
             self._table.end(segment.identity.slot)
-            self._files.remove(segment.identity.name)
-        finally:
-            segment.retire()
+        finally:  # also if the table is full or broken: the room may be what is needed
+            try:
+                self._files.remove(segment.identity.name)
+            finally:
+                segment.retire()
 
     def close(self) -> None:
         """Close all files."""

@@ -49,6 +49,7 @@ class TargetParams:
     segment_bytes: int = 0
     """Size of a segment; 0: 256 MiB, or less on a small target."""
     retention: RetentionParams = field(default_factory=RetentionParams)
+    """How long records live."""
 
     @property
     def max_segment_bytes(self) -> int:
@@ -109,9 +110,14 @@ class Target:
         """Whether a record with this fingerprint may be here; from memory."""
         return fingerprint in self._index
 
-    def is_current(self, fingerprint: int, generation: int, page: int) -> bool:
-        """Whether this copy of a record is the one that is found."""
-        return self._index.is_current(fingerprint, generation, page)
+    def current_pages(self, segment: LiveSegment) -> list[int]:
+        """Pages of a segment at which records begin that can be found, ascending."""
+        with self._lock:
+            return sorted(
+                page
+                for fingerprint, page, _ in segment.directory().tolist()
+                if self._index.is_current(fingerprint, segment.generation, page)
+            )
 
     def put(self, header: RecordHeader, packed_header: Bytes, payload: Bytes, *, now_s: int) -> None:
         """Append a record; a newer copy takes the place of an older one.
@@ -265,7 +271,7 @@ class Target:
             raise NodeRefused(f"cannot read: {error.strerror}", code="store.io") from error
         if dropped or key_of(header) != key or header.generation != segment.generation:
             raise ExtentAbsent("no such shard", code="store.absent")
-        return OpenRecord(segment, offset, bytes(packed), header)
+        return OpenRecord(self.files, segment, offset, bytes(packed), header)
 
     def _sync(self, log: SegmentLog, now_s: int) -> None:
         with self._lock:
@@ -343,13 +349,14 @@ class Target:
 
     def _copy_forward(self, segment: LiveSegment, now_s: int) -> None:
         ttl_s = segment.identity.ttl_s
-        fingerprints = {page: fingerprint for fingerprint, page, _ in segment.directory().tolist()}
+        with self._lock:
+            fingerprints = {page: fingerprint for fingerprint, page, _ in segment.directory().tolist()}
         for page, last_read_s in sorted(segment.last_read_s.items()):
             if not is_worth_copying(last_read_s=last_read_s, ttl_s=ttl_s, now_s=now_s):
                 continue
             with self._lock:
                 fingerprint = fingerprints.get(page)
-                if fingerprint is not None and self.is_current(fingerprint, segment.generation, page):
+                if fingerprint is not None and self._index.is_current(fingerprint, segment.generation, page):
                     self._copy_record(segment, page * PAGE_BYTES, now_s)
 
     def _copy_record(self, segment: LiveSegment, offset: int, now_s: int) -> None:

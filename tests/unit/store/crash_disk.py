@@ -2,7 +2,8 @@
 
 A page that was written since its file's last sync may hold, after a crash, any version it had since, whole or
 as a prefix of sectors over the version before. Names that were made or removed since the last sync of the
-folder may or may not be there. Errors can be planted.
+folder may or may not be there. A page that was never synced may show what a removed file had in its place.
+Errors can be planted.
 """
 
 from __future__ import annotations
@@ -68,10 +69,13 @@ class Inode:
         self.pages = {number: [versions[-1]] for number, versions in self.pages.items()}
         self.sizes = [self.size]
 
-    def image(self, chance: Chance) -> Inode:
-        """One state that a crash may leave."""
+    def image(self, chance: Chance, donor: Inode | None) -> Inode:
+        """One state that a crash may leave; `donor` is a removed file whose pages came to this one."""
         after = Inode()
-        after.pages = {number: [_crashed(versions, chance)] for number, versions in self.pages.items()}
+        for number, versions in self.pages.items():
+            if donor is not None and not any(versions[0]):
+                versions = [donor.page(number), *versions[1:]]
+            after.pages[number] = [_crashed(versions, chance)]
         after.size = self.sizes[chance.below(len(self.sizes))]
         after.sizes = [after.size]
         return after
@@ -102,6 +106,7 @@ class CrashDisk:
         self._inodes: dict[str, Inode] = {}
         self._synced_names: dict[str, Inode] = {}
         self._open: dict[int, tuple[str, Inode]] = {}
+        self._removed: list[Inode] = []
         self._next_file = 100
 
     def names(self) -> list[str]:
@@ -158,7 +163,7 @@ class CrashDisk:
 
     def remove(self, name: str) -> None:
         self._change("remove", name)
-        del self._inodes[name]
+        self._removed = [*self._removed[-3:], self._inodes.pop(name)]
 
     def close(self, file: int) -> None:
         del self._open[file]
@@ -185,7 +190,9 @@ class CrashDisk:
             now, synced = self._inodes.get(name), self._synced_names.get(name)
             kept = now if now is synced or chance.below(2) else synced
             if kept is not None:
-                after._inodes[name] = kept.image(chance)
+                donors = [None, *self._removed]
+                after._inodes[name] = kept.image(chance, donors[chance.below(len(donors))])
+        after._removed = list(self._removed)
         after._synced_names = dict(after._inodes)
         return after
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from dataclasses import dataclass, field
 
 from millpond.core.chance import Chance
-from millpond.core.errors import ChecksumMismatch, ExtentAbsent, NodeRefused
+from millpond.core.errors import ChecksumMismatch, ExtentAbsent
 from millpond.core.units import KIB
 from millpond.policies.retention import BlockClass, RetentionParams, is_worth_copying
 from millpond.store.segment import ShardKey
@@ -75,22 +74,21 @@ class Life:
             with contextlib.suppress(Crash):
                 self.start()
             self.disk = self.disk.image(self.chance)
-        for known in self.known.values():
-            known.last_read_s = -(1 << 40)
         self.target = self.start()
         assert self.target.fault == ""
-        self.look_at_everything(after_crash=True)
+        self.look_at_everything()
 
-    def look_at_everything(self, *, after_crash: bool) -> None:
+    def look_at_everything(self) -> None:
         for key, known in list(self.known.items()):
-            found = self.find(known)
-            if not found:
-                assert known.may_be_gone(self.now_s), f"lost: {known}"
-                self.num_lost += 1
-                del self.known[key]
-            elif after_crash:
+            may_be_gone = known.may_be_gone(self.now_s)
+            known.last_read_s = -(1 << 40)
+            if self.find(known):
                 known.durable = known.durable and not known.dropping
                 known.dropping = False
+            else:
+                assert may_be_gone, f"lost: {known}"
+                self.num_lost += 1
+                del self.known[key]
         for known in self.gone:
             assert not self.find(known), f"came back: {known}"
         self.look_at_the_directory()
@@ -184,11 +182,3 @@ class Life:
     def pick(self) -> Known:
         keys = sorted(self.known)
         return self.known[keys[self.chance.below(len(keys))]]
-
-
-def failing(chance: Chance, *, one_in: int, kinds: tuple[str, ...], number: int = errno.EIO):
-    """A plan of errors: each operation of these kinds fails now and then."""
-    return lambda kind, name: number if kind in kinds and chance.below(one_in) == 0 else 0
-
-
-REFUSALS = (NodeRefused, ExtentAbsent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millpond.core.extents import ExtentId, StripeId
 from millpond.policies.retention import BlockClass
@@ -15,9 +15,10 @@ from millpond.store.target import Target
 
 @dataclass(frozen=True)
 class Record:
-    header: RecordHeader
-    packed: bytes
-    payload: bytes
+    number: int
+    header: RecordHeader = field(repr=False)
+    packed: bytes = field(repr=False)
+    payload: bytes = field(repr=False)
 
     @property
     def key(self) -> ShardKey:
@@ -64,7 +65,7 @@ def make_record(
         checks=tuple(checks),
         expiry_class=block_class,
     )
-    return Record(header, pack_header(header), payload)
+    return Record(number, header, pack_header(header), payload)
 
 
 def put(target: Target, record: Record, now_s: int) -> None:
@@ -75,7 +76,7 @@ def read(target: Target, key: ShardKey, now_s: int) -> bytes:
     """Payload as a client accepts it: header and every row verified."""
     with target.open_record(key, now_s=now_s) as record:
         payload = bytearray(record.header.payload_bytes)
-        target.files.read_into(record.file, record.payload_offset, memoryview(payload))
+        record.read_ranges([(0, len(payload))], memoryview(payload))
         header = parse_header(record.packed_header)
     assert key_of(header) == key
     check_rows(header, payload, 0, len(header.shape.rows), header.num_blocks)
