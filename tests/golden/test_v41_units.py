@@ -204,7 +204,7 @@ def test_experts():
     rounded = BF16.quantised_input(g["x"])
     check_ulps(run_shared(rounded, w.shared, 1.0, BF16), g["shared.y"], 2, "shared expert")
     weight = torch.full((40,), 0.7, dtype=torch.bfloat16).float()  # the vector was made with a bf16 0.7
-    out = run_routed(rounded, w.experts, [0, 0, 0, 40], weight, 1.0, BF16)
+    out = run_routed(rounded, w.experts, torch.eye(len(w.gate), dtype=torch.int64)[3] * 40, weight, 1.0, BF16)
     check_ulps(out, g["expert3_weight0.7.y"], 2, "expert 3")
 
 

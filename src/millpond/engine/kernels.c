@@ -72,6 +72,18 @@ INLINE vf load_f(const float *p) { return *(const vf_u *)p; }
 INLINE void store_f(float *p, vf x) { *(vf_u *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 
+/* a * b + c, fused if the CPU can. Left to itself, the compiler fuses some chains and not others: tiles of one shape
+   would give other bits than those of another. */
+INLINE vf fma_v(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
 INLINE float sum_lanes(vf x) {
@@ -127,7 +139,7 @@ INLINE void dot_tile(const int m, const int n, const float *x, long ldx, const s
         UNROLL for (int i = 0; i < m; i++) {
             vf a = load_f(x + i * ldx + c);
             IN_REGISTER(a);
-            UNROLL for (int j = 0; j < n; j++) acc[i][j] += a * b[j];
+            UNROLL for (int j = 0; j < n; j++) acc[i][j] = fma_v(a, b[j], acc[i][j]);
         }
     }
     UNROLL for (int i = 0; i < m; i++) UNROLL for (int j = 0; j < n; j++) {
@@ -179,6 +191,15 @@ void mp_linear(const float *x, long ldx, const store_t *w, const float *bias, lo
 #endif
             }
         }
+    }
+}
+
+/* Rows sorted by expert, loads[e] of them for expert e, each by its expert's weight w[e][n][k]. */
+void mp_linear_experts(const float *x, const store_t *w, const int64_t *loads, long experts, long k, long n, float *out) {
+    for (long e = 0; e < experts; e++, w += n * k) {
+        mp_linear(x, k, w, 0, loads[e], k, n, out, n, SET);
+        x += loads[e] * k;
+        out += loads[e] * n;
     }
 }
 
@@ -256,8 +277,8 @@ INLINE void outer_tile(const int m, const float *a, long lda, const store_t *b, 
         __builtin_prefetch(ahead + c * 2 * LANES);
         UNROLL for (int i = 0; i < m; i++) {
             vf s = splat(a[i * lda + c]);
-            acc[i][0] += s * b0;
-            acc[i][1] += s * b1;
+            acc[i][0] = fma_v(s, b0, acc[i][0]);
+            acc[i][1] = fma_v(s, b1, acc[i][1]);
         }
     }
     UNROLL for (int i = 0; i < m; i++) {

@@ -7,11 +7,6 @@ neither wait for the step nor stall it at every operation.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import platform
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from millpond.engine.compiler import build_library
 from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import StepRows
 from millpond.engine.llama_config import LlamaConfig
@@ -28,8 +24,6 @@ from millpond.engine.torch_layers import linear_bf16
 from millpond.engine.weights import LayerWeights, LlamaWeights
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
-_COMPILE_LIMIT_S = 120
 _MAX_GROUP = 16
 _MAX_HEAD_DIM = 256
 _LANES = 16
@@ -91,59 +85,17 @@ class _Shape(ctypes.Structure):
     ]
 
 
-def _cpu_identity() -> str:
-    """What `-march=native` depends on; a cache folder may be shared between machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    wanted = ("model name", "flags", "Features")
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _cache_folder() -> Path:
-    folder = Path.home() / ".cache" / "millpond"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:  # no home folder, or a read-only one: build for this process alone
-        return Path(tempfile.mkdtemp(prefix="millpond-"))
-
-
-def build_kernels(dtype: torch.dtype) -> Path | None:
-    """Compile the kernels for a weight dtype, or find them compiled.
-
-    Returns:
-        The shared library, or None where no C compiler works.
-    """
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        return None
-    flags = (*_FLAGS, *(("-DMP_FP32",) if dtype == torch.float32 else ()))
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
-    key = hashlib.sha256(_SOURCE.read_bytes() + version + repr((flags, _cpu_identity())).encode()).hexdigest()
-    folder = _cache_folder()
-    library = folder / f"kernels-{key[:20]}.so"
-    if not library.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            fresh = Path(build) / "kernels.so"
-            command = [compiler, *flags, "-o", str(fresh), str(_SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False)
-            if done.returncode != 0:
-                return None
-            fresh.replace(library)  # atomic: two processes may build at once
-    return library
-
-
 @lru_cache(maxsize=2)
 def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Build if need be and load the kernels for a weight dtype; None where that is not possible."""
-    path = build_kernels(dtype)
+    path = build_library(_SOURCE, *(("-DMP_FP32",) if dtype == torch.float32 else ()))
     if path is None:
         return None
     library = ctypes.CDLL(str(path))
     p, n = _Pointer, _Long
     for name, arguments in {
         "mp_linear": [p, n, p, p, n, n, n, p, n, ctypes.c_int],
+        "mp_linear_experts": [p, p, p, n, n, n, p],
         "mp_rms_norm": [p, p, ctypes.c_float, n, n, p],
         "mp_silu_mul": [p, n, n, p],
         "mp_rope_store": [p, p, n, n, n, p],

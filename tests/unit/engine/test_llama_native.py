@@ -145,9 +145,9 @@ def test_sizes_that_the_kernels_cannot_take_fall_back_to_torch(tmp_path):
 
 
 def test_without_a_compiler_the_twin_serves(folder, monkeypatch):
-    from millpond.engine import native
+    from millpond.engine import compiler
 
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     load_kernels.cache_clear()
     engine = tiny_engine(folder)
     load_kernels.cache_clear()

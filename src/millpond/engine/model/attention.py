@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import curve
 
 _TILE_ITEMS = 1 << 18
@@ -43,6 +44,9 @@ def attend(
     """
     count, heads, dim = query.shape
     parts = [part for part in parts if len(part.rows)]
+    kernels = kernels_for(query)
+    if kernels is not None:
+        return kernels.attend(query, [(part.rows, part.index) for part in parts], sink)
     width = sum(part.index.shape[1] for part in parts)
     tile = max(1, _TILE_ITEMS // (width * dim))
     out = torch.empty(count, heads, dim, dtype=dtype, device=query.device)

@@ -25,11 +25,11 @@ class PackedRows:
 
     def read(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Float32 rows [..., width] at (block or slot, row)."""
-        return self.row_format.decode(self.memory[first, second], self.width)
+        return self.row_format.read(self.memory, first, second, self.width)
 
     def read_all(self, first: torch.Tensor) -> torch.Tensor:
         """Float32 rows of whole blocks, one after the other; unwritten rows may be anything."""
-        return self.row_format.decode(self.memory.index_select(0, first).flatten(0, 1), self.width)
+        return self.row_format.read(self.memory, first, None, self.width)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, data: torch.Tensor) -> None:
         """Store encoded rows [n, row bytes]."""

@@ -17,7 +17,7 @@ class CompressorWeights:
     """Float32 weights of a KV source layer."""
 
     kv: torch.Tensor
-    """[dim, hidden]; with a gate [2 * dim, hidden]: values over scores."""
+    """[dim, hidden]; with a gate [2 * dim, hidden], float32: values over scores."""
     norm: torch.Tensor
     """[dim]"""
     index_key: torch.Tensor
@@ -46,7 +46,7 @@ def make_latents(
     """
     if held is None:
         return rms_norm(numerics.linear(x[entries.members[:, 0]], w.kv), w.norm, eps)
-    own = numerics.product(x.float(), w.kv)
+    own = numerics.torch_product(x.float(), w.kv)
     carried = held.read(entries.state_slots, entries.state_rows)
     held.write(entries.keep_slots, entries.keep_rows, held.row_format.encode(own[entries.keep_from]))
     values, scores = torch.cat([carried, own])[entries.members].chunk(2, dim=-1)  # [new, ratio, dim]

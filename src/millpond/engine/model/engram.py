@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from millpond.engine.model.formats import dequantise_fp8
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, curve
 
 _DOT_FLOOR = 1e-6
@@ -55,7 +56,11 @@ def add_engram(
     """
     copies, hidden = stream.shape[1:]
     looked_up = look_up(w, rows).to(numerics.dtype)
-    keys, value = numerics.quantised_linear(looked_up, w.kv).float().split([copies * hidden, hidden], dim=-1)
+    keys_value = numerics.quantised_linear(looked_up, w.kv)
+    kernels = kernels_for(stream)
+    if kernels is not None:
+        return kernels.add_engram(stream, keys_value, w.query_norm * w.key_norm, is_text, eps)
+    keys, value = keys_value.float().split([copies * hidden, hidden], dim=-1)
     keys = keys.unflatten(-1, (copies, hidden))
     old = stream.float()
     dot = (old * (w.query_norm * w.key_norm) * keys).sum(-1)

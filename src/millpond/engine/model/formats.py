@@ -6,9 +6,11 @@ in the low nibble. Power-of-two scales (E8M0) are rounded up, so nothing but E4M
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+
+from millpond.engine.model.native import kernels_for, kernels_for_bytes
 
 _FP8_MAX = 448.0
 _FP4_MAX = 6.0
@@ -41,6 +43,21 @@ class RowFormat(Protocol):
     def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
         """Bytes [..., row_bytes] -> float32 rows [..., width]."""
         ...
+
+    def read(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        """Decode rows of memory [blocks, rows, row_bytes] at (first, second): [..., width].
+
+        Without `second`: all rows of the blocks `first`, one after the other.
+        """
+        ...
+
+
+def _rows_at(memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+    if second is None:
+        return memory.index_select(0, first).flatten(0, 1)
+    return memory[first, second]
 
 
 def power_of_two_scales(amax: torch.Tensor, limit: float) -> torch.Tensor:
@@ -122,52 +139,91 @@ def dequantise_fp4(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
-class Fp8Rows:
+class _PackedRows:
+    """What the packed formats share: native code where it serves, torch elsewhere."""
+
+    _number: ClassVar[int]
+    """Of the format in `kernels.c`."""
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        raise NotImplementedError
+
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `RowFormat.encode`."""
+        kernels = kernels_for(rows)
+        if kernels is None:
+            return self._encode(rows)
+        return kernels.encode_rows(self._number, rows, self.row_bytes(rows.shape[-1]))
+
+    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        """See `RowFormat.decode`."""
+        flat = data.contiguous().view(1, -1, data.shape[-1])
+        rows = self.read(flat, torch.zeros(1, dtype=torch.int64, device=data.device), None, width)
+        return rows.view(*data.shape[:-1], width)
+
+    def read(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        """See `RowFormat.read`."""
+        kernels = kernels_for_bytes(memory, width)
+        if kernels is None:
+            return self._decode(_rows_at(memory, first, second), width)
+        return kernels.decode_rows(self._number, memory, first, second, width)
+
+
+class Fp8Rows(_PackedRows):
     """Window rows: E4M3, an E8M0 scale per 32 channels."""
+
+    _number = 0
 
     def row_bytes(self, width: int) -> int:
         """See `RowFormat.row_bytes`."""
         return width + width // 32
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `RowFormat.encode`."""
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(quantise_fp8(rows), dim=-1)
 
-    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
-        """See `RowFormat.decode`."""
+    def _decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
         return dequantise_fp8(data[..., :width], data[..., width:])
 
 
-class Fp4IndexRows:
-    """Index queries and keys: E2M1, an E8M0 scale per 32 channels."""
-
-    def row_bytes(self, width: int) -> int:
-        """See `RowFormat.row_bytes`."""
-        return width // 2 + width // 32
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `RowFormat.encode`."""
-        return torch.cat(quantise_fp4_index(rows), dim=-1)
-
-    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
-        """See `RowFormat.decode`."""
-        return dequantise_fp4(data[..., : width // 2], e8m0_values(data[..., width // 2 :]))
-
-
-class Fp4MainRows:
+class Fp4MainRows(_PackedRows):
     """Compressed KV: E2M1, an E4M3 scale per 16 channels."""
+
+    _number = 1
 
     def row_bytes(self, width: int) -> int:
         """See `RowFormat.row_bytes`."""
         return width // 2 + width // 16
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `RowFormat.encode`."""
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(quantise_fp4_main(rows), dim=-1)
 
-    def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
-        """See `RowFormat.decode`."""
+    def _decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
         return dequantise_fp4(data[..., : width // 2], e4m3_values(data[..., width // 2 :]))
+
+
+class Fp4IndexRows(_PackedRows):
+    """Index queries and keys: E2M1, an E8M0 scale per 32 channels."""
+
+    _number = 2
+
+    def row_bytes(self, width: int) -> int:
+        """See `RowFormat.row_bytes`."""
+        return width // 2 + width // 32
+
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat(quantise_fp4_index(rows), dim=-1)
+
+    def _decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
+        return dequantise_fp4(data[..., : width // 2], e8m0_values(data[..., width // 2 :]))
 
 
 class Fp32Rows:
@@ -184,6 +240,12 @@ class Fp32Rows:
     def decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
         """See `RowFormat.decode`."""
         return data.contiguous().view(torch.float32)
+
+    def read(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        """See `RowFormat.read`."""
+        return self.decode(_rows_at(memory, first, second), width)
 
 
 def dequantise_tiles(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

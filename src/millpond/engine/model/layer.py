@@ -20,6 +20,7 @@ from millpond.engine.model.indexer import (
 )
 from millpond.engine.model.mhc import Mix, MixWeights, collapse, compute_mix, expand
 from millpond.engine.model.moe import mix_experts, route
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import rms_norm
 from millpond.engine.model.rope import Rotation
 from millpond.engine.model.selection import choose_candidates, choose_largest
@@ -127,6 +128,10 @@ def _score_spans(
     if keys is None:
         raise InvariantBroken("a layer selects before any keys are published")
     width = max(entries.counts)
+    kernels = kernels_for(weights, query.shape[-1])
+    if kernels is not None:
+        firsts = torch.tensor(entries.offsets)[rows.sequences]
+        return kernels.score_entries(query, weights, keys, firsts, visible, width)
     if not numerics.is_exact and rows.num_rows == len(rows.spans) and width:
         return score_single_rows(query, weights, keys, entries.offsets, visible, width, numerics)
     scores = query.new_full((len(query), width), -torch.inf, dtype=numerics.dtype)

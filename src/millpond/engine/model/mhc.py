@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from millpond.engine.model.native import MAX_COPIES, kernels_for
 from millpond.engine.model.numerics import Numerics, curve
 
 
@@ -37,9 +38,15 @@ def compute_mix(
     stream: torch.Tensor, w: MixWeights, numerics: Numerics, *, norm_eps: float, iters: int, eps: float
 ) -> Mix:
     """Coefficients from the stream [rows, copies, hidden] before a sub-layer."""
+    copies = stream.shape[1]
+    kernels = kernels_for(stream) if copies <= MAX_COPIES else None
+    if kernels is not None:
+        flat, scale = kernels.widen_rms(stream.flatten(1), norm_eps)
+        raw = numerics.product(flat, w.fn)
+        return Mix(*kernels.split_mix(raw, scale, w.base, w.scale, copies, iters, eps))
     flat = stream.flatten(1).float()
     scale = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
-    return split_mix(numerics.product(flat, w.fn) * scale, w, stream.shape[1], iters=iters, eps=eps)
+    return split_mix(numerics.product(flat, w.fn) * scale, w, copies, iters=iters, eps=eps)
 
 
 def split_mix(raw: torch.Tensor, w: MixWeights, copies: int, *, iters: int, eps: float) -> Mix:
@@ -59,10 +66,16 @@ def split_mix(raw: torch.Tensor, w: MixWeights, copies: int, *, iters: int, eps:
 
 def collapse(stream: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """Weighted sum of the copies: [rows, hidden], in the stream's dtype."""
+    kernels = kernels_for(stream)
+    if kernels is not None:
+        return kernels.collapse(stream, pre)
     return torch.bmm(pre[:, None], stream.float())[:, 0].to(stream.dtype)
 
 
 def expand(stream: torch.Tensor, out: torch.Tensor, mix: Mix) -> torch.Tensor:
     """Mix the old copies and add each one's share of the sub-layer's output [rows, hidden]."""
+    kernels = kernels_for(stream) if stream.shape[1] <= MAX_COPIES else None
+    if kernels is not None:
+        return kernels.expand(stream, out, mix.post, mix.comb)
     kept = torch.bmm(mix.comb.transpose(1, 2), stream.float())
     return torch.baddbmm(kept, mix.post[..., None], out.float()[:, None]).to(stream.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from millpond.engine.model.context import Observe, ignore
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, curve
 
 _SUM_FLOOR = 1e-20
@@ -68,22 +68,29 @@ def route(
     return Routing(experts, weights * scale)
 
 
-def _activate(gate_up: torch.Tensor, limit: float, numerics: Numerics) -> torch.Tensor:
-    """Clamped SwiGLU of rows [n, 2 * width], float32."""
-    gate, up = gate_up.to(numerics.dtype).float().chunk(2, dim=-1)
-    return functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+def _activate(
+    gate_up: torch.Tensor, weights: torch.Tensor | None, limit: float, numerics: Numerics
+) -> torch.Tensor:
+    """Clamped SwiGLU of float32 rows [n, 2 * width], times the rows' weights, in the stream's dtype."""
+    gate_up = gate_up.to(numerics.dtype)
+    kernels = kernels_for(gate_up)
+    if kernels is not None:
+        return kernels.activate(gate_up, weights, limit)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    inner = functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+    return (inner if weights is None else inner * weights[:, None]).to(numerics.dtype)
 
 
 def run_shared(x: torch.Tensor, w: ExpertWeights, limit: float, numerics: Numerics) -> torch.Tensor:
     """Run the expert that every row passes; x [rows, hidden] is rounded for quantised linears."""
-    inner = _activate(numerics.product(x, w.gate_up), limit, numerics)
-    return numerics.quantised_linear(inner.to(numerics.dtype), w.down)
+    inner = _activate(numerics.product(x, w.gate_up), None, limit, numerics)
+    return numerics.quantised_linear(inner, w.down)
 
 
 def run_routed(
     x: torch.Tensor,
     w: ExpertWeights,
-    loads: Sequence[int],
+    loads: torch.Tensor,
     weights: torch.Tensor,
     limit: float,
     numerics: Numerics,
@@ -93,7 +100,7 @@ def run_routed(
     Args:
         x: [rows, hidden], float32, rounded for quantised linears.
         w: Stacked experts.
-        loads: Rows of each expert, ascending.
+        loads: [experts]: rows of each, experts ascending.
         weights: [rows]: routing weights, multiplied in before the down projection.
         limit: Clamp of gate (from above) and up (both sides).
         numerics: How to compute.
@@ -101,23 +108,8 @@ def run_routed(
     Returns:
         [rows, hidden], in the stream's dtype.
     """
-    inner = _activate(_by_expert(x, w.gate_up, loads, numerics), limit, numerics) * weights[:, None]
-    rounded = numerics.quantised_input(inner.to(numerics.dtype))
-    return _by_expert(rounded, w.down, loads, numerics).to(numerics.dtype)
-
-
-def _by_expert(
-    rows: torch.Tensor, weight: torch.Tensor, loads: Sequence[int], numerics: Numerics
-) -> torch.Tensor:
-    """Multiply each expert's rows by its weight [experts, out, in]."""
-    out = rows.new_empty(len(rows), weight.shape[1])
-    begin = 0
-    for expert, load in enumerate(loads):
-        if load:
-            end = begin + load
-            numerics.product_into(out[begin:end], rows[begin:end], weight[expert])
-            begin = end
-    return out
+    inner = _activate(numerics.product_by_expert(x, w.gate_up, loads), weights, limit, numerics)
+    return numerics.product_by_expert(numerics.quantised_input(inner), w.down, loads).to(numerics.dtype)
 
 
 def mix_experts(
@@ -134,13 +126,16 @@ def mix_experts(
     ascending = routing.experts.sort(-1)
     weights = routing.weights.gather(-1, ascending.indices).flatten()
     order = ascending.values.flatten().argsort(stable=True)
-    loads = torch.bincount(ascending.values.flatten(), minlength=len(w.gate)).tolist()
+    loads = torch.bincount(ascending.values.flatten(), minlength=len(w.gate))
     out = run_routed(rounded[order // count], w.experts, loads, weights[order], limit, numerics)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
     observe("routed_out", out)
     shared = run_shared(rounded, w.shared, limit, numerics)
     observe("shared_out", shared)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    kernels = kernels_for(out)
+    if kernels is not None:
+        return kernels.sum_shares(out, places.unflatten(0, (-1, count)), shared)
     shares = out[places].unflatten(0, (-1, count))
     total = shares[:, 0].float()
     for number in range(1, count):

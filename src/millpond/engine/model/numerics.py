@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from millpond.core.shapes import KvFormat
+from millpond.engine.model.dense import multiply, multiply_by_expert, multiply_groups
 from millpond.engine.model.formats import (
     Fp4IndexRows,
     Fp4MainRows,
@@ -17,6 +18,7 @@ from millpond.engine.model.formats import (
     RowFormat,
     round_fp8,
 )
+from millpond.engine.model.native import kernels_for
 
 TILE_ROWS = 64
 """Rows of every product in exact mode."""
@@ -60,6 +62,11 @@ class Numerics:
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows [n, in] by a weight [out, in]; float32 [n, out]."""
+        native = multiply(rows, weight)
+        return self.torch_product(rows, weight) if native is None else native
+
+    def torch_product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Like `product`, added up in torch's order: where the released code keeps the float32 sums."""
         if not self.is_exact:
             return functional.linear(rows, weight)
         count = len(rows)
@@ -67,15 +74,21 @@ class Numerics:
         tiles = [functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
         return torch.cat(tiles)[:count] if tiles else rows.new_empty(0, len(weight))
 
-    def product_into(self, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Like `product`, into a given place [n, out]."""
-        if self.is_exact:
-            out.copy_(self.product(rows, weight))
-        else:
-            torch.mm(rows, weight.T, out=out)
+    def product_by_expert(
+        self, rows: torch.Tensor, weight: torch.Tensor, loads: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply float32 rows, `loads` [experts] of them by each of weight [experts, out, in]."""
+        native = multiply_by_expert(rows, weight, loads)
+        if native is not None:
+            return native
+        parts = zip(rows.split(loads.tolist()), weight, strict=True)
+        return torch.cat([self.product(part, own) for part, own in parts if len(part)])
 
     def grouped_product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows [n, groups, in] by weights [groups, out, in]: [n, groups, out]."""
+        native = multiply_groups(rows, weight)
+        if native is not None:
+            return native
         if not self.is_exact:
             return torch.bmm(rows.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
         count = len(rows)
@@ -89,7 +102,10 @@ class Numerics:
 
     def quantised_input(self, rows: torch.Tensor) -> torch.Tensor:
         """Round rows as a quantised linear does; float32, so that several linears can share it."""
-        return (round_fp8(rows) if self.is_quantised else rows).float()
+        if not self.is_quantised:
+            return rows.float()
+        kernels = kernels_for(rows)
+        return round_fp8(rows).float() if kernels is None else kernels.round_fp8(rows)
 
     def quantised_linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Linear with an FP8 or FP4 weight: its input is rounded to FP8 per 32 channels."""
@@ -117,6 +133,9 @@ def curve(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last axis, computed in float32, in the dtype of `rows`."""
+    kernels = kernels_for(rows)
+    if kernels is not None:
+        return kernels.rms_norm(rows, weight, eps)
     values = rows.float()
     scale = torch.rsqrt((values * values).mean(-1, keepdim=True) + eps)
     return (values * scale * weight).to(rows.dtype)

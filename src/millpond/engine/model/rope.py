@@ -7,6 +7,7 @@ import math
 import torch
 
 from millpond.engine.model.config import RopeScaling
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import curve
 
 
@@ -42,15 +43,18 @@ class Rotation:
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Rotate the last channels of [rows, width] or [rows, heads, width]."""
-        return self._turned(rows, self.sin)
+        return self._turned(rows, 1)
 
     def undo(self, rows: torch.Tensor) -> torch.Tensor:
         """Rotate back."""
-        return self._turned(rows, -self.sin)
+        return self._turned(rows, -1)
 
-    def _turned(self, rows: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _turned(self, rows: torch.Tensor, sign: int) -> torch.Tensor:
+        kernels = kernels_for(rows)
+        if kernels is not None:
+            return kernels.rotate(rows, self.cos, self.sin, sign)
+        cos, sin = self.cos, sign * self.sin
         rope_dim = 2 * sin.shape[-1]
-        cos = self.cos
         if rows.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
         real, imaginary = rows[..., -rope_dim:].float().unflatten(-1, (-1, 2)).unbind(-1)

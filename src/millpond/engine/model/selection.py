@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from millpond.engine.model.native import kernels_for
+
 
 def _ordered_keys(scores: torch.Tensor) -> torch.Tensor:
     """Int64 keys that sort like the scores; of equal scores the lower place is the larger key."""
@@ -21,6 +23,9 @@ def choose_largest(scores: torch.Tensor, count: int) -> torch.Tensor:
         scores: [rows, n].
         count: Width of the result.
     """
+    kernels = kernels_for(scores, 0)  # any number of them
+    if kernels is not None:
+        return kernels.choose_largest(scores, count)
     num_chosen = min(count, scores.shape[-1])
     chosen = _ordered_keys(scores).topk(num_chosen, dim=-1, sorted=False).indices
     absent = scores.shape[-1]

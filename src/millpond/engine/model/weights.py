@@ -14,6 +14,7 @@ from millpond.core.shapes import LayerShape
 from millpond.engine.model.checkpoint import Checkpoint
 from millpond.engine.model.compressor import CompressorWeights
 from millpond.engine.model.config import V41Config
+from millpond.engine.model.dense import narrow_exact
 from millpond.engine.model.engram import EngramWeights
 from millpond.engine.model.indexer import IndexerWeights
 from millpond.engine.model.mhc import MixWeights
@@ -95,7 +96,7 @@ def load_model_weights(source: Checkpoint, config: V41Config) -> ModelWeights:
         ),
         draft=_load_draft(source, config) if config.shape.num_draft_stages else None,
         embed=source.plain("embed.weight"),
-        head=source.plain("head.weight"),
+        head=narrow_exact(source.plain("head.weight")),
         norm=source.plain("norm.weight"),
     )
 
@@ -105,11 +106,11 @@ def _load_draft(source: Checkpoint, config: V41Config) -> DraftWeights:
     last = f"mtp.{num_stages - 1}."
     return DraftWeights(
         stages=tuple(_Loader(source, f"mtp.{stage}.", config).layer(None) for stage in range(num_stages)),
-        main_proj=source.fp8("mtp.0.main_proj"),
+        main_proj=narrow_exact(source.fp8("mtp.0.main_proj")),
         main_norm=source.plain("mtp.0.main_norm.weight"),
         norm=source.plain(last + "norm.weight"),
         markov_embed=source.plain(last + "markov_head.embed.weight"),
-        markov_head=source.plain(last + "markov_head.head.weight"),
+        markov_head=narrow_exact(source.plain(last + "markov_head.head.weight")),
         confidence=source.plain(last + "confidence_head.proj.weight"),
     )
 
@@ -125,10 +126,13 @@ class _Loader:
     def plain(self, name: str) -> torch.Tensor:
         return self.source.plain(self.prefix + name)
 
+    def matrix(self, name: str) -> torch.Tensor:
+        """Read one plain weight of a product."""
+        return narrow_exact(self.plain(name))
+
     def fp8(self, *names: str) -> torch.Tensor:
         """Read one FP8 weight, or several one below the other."""
-        parts = [self.source.fp8(self.prefix + name) for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return narrow_exact(torch.cat([self.source.fp8(self.prefix + name) for name in names]))
 
     def layer(self, layer: LayerShape | None) -> LayerWeights:
         """Read a backbone layer, or a draft stage where `layer` is None."""
@@ -161,24 +165,22 @@ class _Loader:
         )
 
     def compressor(self, ratio: int) -> CompressorWeights:
-        kv = self.plain("attn.compressor.wkv.weight")
-        if ratio > 1:
-            kv = torch.cat([kv, self.plain("attn.compressor.wgate.weight")])
+        name, gate = "attn.compressor.wkv.weight", "attn.compressor.wgate.weight"
         return CompressorWeights(
-            kv=kv,
+            kv=self.matrix(name) if ratio == 1 else torch.cat([self.plain(name), self.plain(gate)]),
             norm=self.plain("attn.compressor.norm.weight"),
-            index_key=self.plain("attn.indexer.wk.weight"),
+            index_key=self.matrix("attn.indexer.wk.weight"),
             index_norm=self.plain("attn.indexer.k_norm.weight"),
         )
 
     def indexer(self) -> IndexerWeights:
-        return IndexerWeights(self.fp8("attn.indexer.wq_b"), self.plain("attn.indexer.weights_proj.weight"))
+        return IndexerWeights(self.fp8("attn.indexer.wq_b"), self.matrix("attn.indexer.weights_proj.weight"))
 
     def moe(self, num_experts: int) -> MoeWeights:
         hidden, width = self.config.shape.hidden_size, self.config.shape.moe_width
-        gate = self.plain("ffn.gate.weight")
-        gate_up = gate.new_empty(num_experts, 2 * width, hidden)
-        down = gate.new_empty(num_experts, hidden, width)
+        gate = self.matrix("ffn.gate.weight")
+        gate_up = torch.empty(num_experts, 2 * width, hidden, device=gate.device)
+        down = torch.empty(num_experts, hidden, width, device=gate.device)
         for expert in range(num_experts):
             name = f"{self.prefix}ffn.experts.{expert}."
             gate_up[expert, :width] = self.source.fp4(name + "w1")
@@ -190,7 +192,7 @@ class _Loader:
             gate=gate,
             bias=self.plain("ffn.gate.bias"),
             bias_image=self.plain("ffn.gate.bias_vl") if with_images else None,
-            experts=ExpertWeights(gate_up, down),
+            experts=ExpertWeights(narrow_exact(gate_up), narrow_exact(down)),
             shared=ExpertWeights(self.fp8(shared + "w1", shared + "w3"), self.fp8(shared + "w2")),
         )
 
