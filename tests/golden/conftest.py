@@ -15,7 +15,7 @@ _total = {"tensors": 0}
 def _is_whole_run(config: pytest.Config) -> bool:
     here = Path(__file__).parent
     places = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
-    picks = config.option.keyword or config.option.markexpr or config.option.lf
+    picks = config.option.keyword or config.option.markexpr or getattr(config.option, "lf", False)
     return not picks and any(place in (here, *here.parents) for place in places if place.is_dir())
 
 
