@@ -8,7 +8,19 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, chat, collect_env, config, model, process, serve, sim, status, storage_node
+from millpond.cli import (
+    bench,
+    chat,
+    collect_env,
+    config,
+    model,
+    pool,
+    process,
+    serve,
+    sim,
+    status,
+    storage_node,
+)
 from millpond.core.errors import ConfigError, MillpondError, ModelFormatError, UnknownModel
 
 CONFIG_EXIT_STATUS = 2
@@ -44,6 +56,7 @@ app.command("version")(collect_env.version)
 app.add_typer(bench.app, name="bench", help="Measure a running service.")
 app.add_typer(config.app, name="config", help="Look at the configuration.")
 app.add_typer(model.app, name="model", help="Make and look at DeepSeek-V4.1 checkpoints.")
+app.add_typer(pool.app, name="pool", help="Look at the KV pool and operate it.")
 app.add_typer(sim.app, name="sim", help="Replay and simulate.")
 app.command("process", hidden=True)(process.process)
 
