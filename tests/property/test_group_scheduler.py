@@ -45,16 +45,17 @@ class GroupLife(RuleBasedStateMachine):
         num_blocks=st.integers(1, 8),
         num_slots=st.integers(1, 5),
         num_snapshots=st.sampled_from([0, 1, 4]),
+        num_drafts=st.sampled_from([0, 5]),
         reserve=st.sampled_from([0.0, 0.5, 2.0]),
     )
-    def start(self, num_ranks, num_blocks, num_slots, num_snapshots, reserve):
+    def start(self, num_ranks, num_blocks, num_slots, num_snapshots, num_drafts, reserve):
         params = GroupParams(
             prefill=PrefillParams(max_step_tokens=MAX_STEP_TOKENS, fetch_ahead_tokens=200, max_held_seqs=4),
-            decode=DecodeParams(reserve_blocks_per_seq=reserve),
+            decode=DecodeParams(reserve_blocks_per_seq=reserve, num_draft_tokens=num_drafts),
             vote=StepVoteParams(all_vote_interval=3, any_vote_interval=5, max_prefill_run=2),
         )
         self.scheduler = make_scheduler(
-            self.role, num_ranks, num_blocks, num_slots, params, num_snapshots=num_snapshots
+            self.role, num_ranks, num_blocks, num_slots, params, num_snapshots=num_snapshots, max_drafts=4
         )
         self.num_ranks, self.num_blocks, self.num_slots = num_ranks, num_blocks, num_slots
         self.engines = Engines(num_ranks)
@@ -385,12 +386,14 @@ VISITS = st.lists(
 )
 
 
-def visit(visits, num_ranks, num_snapshots, role):
+def visit(visits, num_ranks, num_snapshots, role, num_drafts=0):
     """Serve requests that resume from each other; the engines check every state that is restored.
 
     Returns outputs by request and the snapshots' stats of all ranks.
     """
-    scheduler = make_scheduler(role, num_ranks, num_blocks=40, num_slots=4, num_snapshots=num_snapshots)
+    params = GroupParams(decode=DecodeParams(num_draft_tokens=num_drafts))
+    memory = {"num_blocks": 40, "num_slots": 4, "num_snapshots": num_snapshots, "max_drafts": num_drafts}
+    scheduler = make_scheduler(role, num_ranks, params=params, **memory)
     engines, texts, now_s = Engines(num_ranks), {}, 0
 
     def step():
@@ -432,9 +435,9 @@ def visit(visits, num_ranks, num_snapshots, role):
 
 @pytest.mark.parametrize("role", [GroupRole.PREFILL, GroupRole.MIXED])
 @settings(max_examples=25, deadline=None)
-@given(VISITS, st.integers(1, 2), st.integers(1, 6))
-def test_snapshots_never_change_a_text_and_all_of_them_go(role, visits, num_ranks, num_snapshots):
-    texts, stats = visit(visits, num_ranks, num_snapshots, role)
+@given(VISITS, st.integers(1, 2), st.integers(1, 6), st.sampled_from([0, 1, 5]))
+def test_snapshots_and_drafts_never_change_a_text(role, visits, num_ranks, num_snapshots, num_drafts):
+    texts, stats = visit(visits, num_ranks, num_snapshots, role, num_drafts)
     without, none = visit(visits, num_ranks, 0, role)
     assert texts == without
     assert all(s.held <= num_snapshots for s in stats)

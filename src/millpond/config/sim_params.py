@@ -37,5 +37,7 @@ class SimRankParams:
     """State slots: most sequences that hold memory at once."""
     num_snapshots: int = 0
     """Snapshot buffers; 0 as for a model without window state."""
+    max_drafts: int = 0
+    """Drafts that the model can make per row, at most 5; 0 as for one without a draft head."""
     max_model_len: int = 8192
     """Most tokens of one sequence, before the memory lowers it."""

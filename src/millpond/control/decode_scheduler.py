@@ -1,4 +1,4 @@
-"""Decode of one rank: continuous batching, one token per running sequence and step."""
+"""Decode of one rank: continuous batching; per running sequence and step one token, or more with drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from millpond.control.rank_state import Key, RankState
 from millpond.control.request_fsm import Signal
 from millpond.core.blocks import Fit
-from millpond.core.events import SampledToken
+from millpond.core.events import RankReport
 from millpond.core.ids import BlockId
 from millpond.core.plan import DecodeRow, HandoffReceive, RankPlan, SequenceStart, StateCopy, TokenOut
 from millpond.core.sequence import Sequence, SequenceState, check_finish
@@ -22,6 +22,9 @@ class DecodeParams:
     reserve_blocks_per_seq: float = 0.25
     """Blocks kept free per running sequence when a new one asks for memory, so that growth rarely has to
     preempt; rounded up. >= 0."""
+    num_draft_tokens: int = 0
+    """Tokens that a model with a draft head guesses and checks per sequence and step; 0 for none. A text
+    does not depend on it."""
 
 
 class DecodeScheduler:
@@ -30,6 +33,7 @@ class DecodeScheduler:
     def __init__(self, rank: RankState, params: DecodeParams) -> None:
         self._rank = rank
         self._params = params
+        self._num_drafts = min(params.num_draft_tokens, rank.max_drafts)
 
     @property
     def wants_step(self) -> bool:
@@ -83,8 +87,11 @@ class DecodeScheduler:
     def max_steps(self, asked: int) -> int:
         """Steps that can run without anything changing in between, at most `asked`, at least 1.
 
-        Nothing changes while no sequence needs a new block, none can finish, and none can sample a stop.
+        Nothing changes while no sequence needs a new block, none can finish, and none can sample a stop. How
+        far drafts bring a sequence is known after each step only.
         """
+        if self._num_drafts:
+            return 1
         steps = asked
         for sequence in self._rank.lines[SequenceState.RUNNING].values():
             sampling = sequence.spec.sampling
@@ -101,6 +108,8 @@ class DecodeScheduler:
     def make_room(self) -> dict[Key, tuple[BlockId, ...]]:
         """Give every running sequence the block its next token needs, preempting the youngest if need be.
 
+        Drafts for which no block is free are dropped.
+
         Returns:
             New blocks by sequence key, for the sequences that still run.
         """
@@ -109,6 +118,12 @@ class DecodeScheduler:
         for sequence in sorted(rank.lines[SequenceState.RUNNING].values(), key=lambda s: s.arrival):
             if sequence.state is not SequenceState.RUNNING:
                 continue
+            sequence.draft_ids = sequence.draft_ids[: self._num_useful_drafts(sequence)]
+            with_drafts = rank.memory.grow(sequence, sequence.num_tokens + len(sequence.draft_ids))
+            if with_drafts is not None:
+                new_blocks[sequence.key] = with_drafts
+                continue
+            sequence.draft_ids = ()
             while (blocks := rank.memory.grow(sequence, sequence.num_tokens)) is None:
                 victim = max(rank.lines[SequenceState.RUNNING].values(), key=lambda s: s.arrival)
                 new_blocks.pop(victim.key, None)
@@ -132,10 +147,11 @@ class DecodeScheduler:
             if not sequence.is_on_engine:
                 starts.append(self._rank.start_of(sequence))  # its table has the new blocks already
                 blocks = ()
-            rows.append(DecodeRow(sequence.spec.request_id, sequence.num_tokens - 1, blocks))
-            end = sequence.num_tokens - 1 + num_steps
-            if end % BLOCK_TOKENS == 0 and self._rank.snapshots.num_buffers > 0:
-                keep = self._rank.keep_state(sequence, end, is_rolling=True)
+            begin = sequence.num_tokens - 1
+            rows.append(DecodeRow(sequence.spec.request_id, begin, blocks, sequence.draft_ids))
+            border = (begin + num_steps + len(sequence.draft_ids)) // BLOCK_TOKENS * BLOCK_TOKENS
+            if border > begin and self._rank.snapshots.num_buffers > 0:
+                keep = self._rank.keep_state(sequence, border, is_rolling=True)
                 keeps += [keep] if keep is not None else []
         return RankPlan(
             rank=self._rank.me.rank,
@@ -143,18 +159,21 @@ class DecodeScheduler:
             start=tuple(starts),
             rows=tuple(rows),
             keep=tuple(keeps),
+            num_drafts=self._num_drafts,
         )
 
-    def on_step_done(self, plan: RankPlan, sampled: tuple[SampledToken, ...]) -> None:
-        """Book a finished step; `sampled` is step-major when the plan spanned several steps."""
+    def on_step_done(self, plan: RankPlan, report: RankReport) -> None:
+        """Book a finished step; tokens are step-major when the plan spanned several steps."""
         rank = self._rank
         by_id = {s.spec.request_id: s for s in rank.lines[SequenceState.RUNNING].values()}
-        for keep in plan.keep:
-            rank.snapshots.commit(by_id[keep.request_id].key, keep.position, is_written=True)
-        for token in sampled:
+        position_by_id = {keep.request_id: keep.position for keep in plan.keep}
+        for token in report.sampled:
             sequence = by_id[token.request_id]
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # it ended with an earlier token of this step
             spec = sequence.spec
             sequence.num_computed_tokens = sequence.num_tokens
+            sequence.draft_ids = ()
             rank.append_token(sequence, token.token_id)
             finish = check_finish(sequence, token.token_id, rank.max_model_len)
             output = TokenOut(
@@ -167,8 +186,23 @@ class DecodeScheduler:
                 finish,
             )
             rank.outbox.outputs.append((spec.reply_to, output))
+            border = position_by_id.get(spec.request_id)
+            if border is not None and (finish is not None or sequence.num_computed_tokens == border):
+                is_written = sequence.num_computed_tokens == border
+                rank.snapshots.commit(
+                    sequence.key, position_by_id.pop(spec.request_id), is_written=is_written
+                )
             if finish is not None:
                 rank.end(sequence, Signal.FINISH, finish)
+        for request_id, border in position_by_id.items():  # the drafts that lead to it were wrong
+            rank.snapshots.commit(by_id[request_id].key, border, is_written=False)
+        for drafts in report.drafts:
+            by_id[drafts.request_id].draft_ids = drafts.token_ids
+
+    def _num_useful_drafts(self, sequence: Sequence) -> int:
+        """Drafts that may still become tokens: one token more is sampled than drafts are right."""
+        to_length = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
+        return min(to_length, self._rank.max_model_len - sequence.num_tokens) - 1
 
     def _running(self) -> list[Sequence]:
         return sorted(self._rank.lines[SequenceState.RUNNING].values(), key=lambda s: s.arrival)

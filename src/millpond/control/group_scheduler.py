@@ -104,6 +104,7 @@ class GroupScheduler:
                 self._outbox,
                 max_model_len=self.max_model_len,
                 min_computed_tokens=info.min_computed_tokens,
+                max_drafts=info.max_drafts,
             )
             for info in ranks
         ]
@@ -191,7 +192,7 @@ class GroupScheduler:
             if plan.kind is StepKind.PREFILL:
                 prefill.on_step_done(rank_plan, report.sampled)
             else:
-                decode.on_step_done(rank_plan, report.sampled)
+                decode.on_step_done(rank_plan, report)
 
     def _signal(self, key: Key, signal: Signal) -> None:
         found = self._find(key)

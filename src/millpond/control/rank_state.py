@@ -44,6 +44,7 @@ class RankState:
         *,
         max_model_len: int,
         min_computed_tokens: int,
+        max_drafts: int,
     ) -> None:
         self.me = me
         self.memory = memory
@@ -51,6 +52,7 @@ class RankState:
         self.outbox = outbox
         self.max_model_len = max_model_len
         self.min_computed_tokens = min_computed_tokens
+        self.max_drafts = max_drafts
         self.lines: dict[SequenceState, dict[Key, Sequence]] = {
             state: {} for state in SequenceState if state is not SequenceState.ENDED
         }

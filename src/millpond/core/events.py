@@ -45,12 +45,22 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses of the tokens after the newest one of a sequence."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """What one rank did in a step."""
 
     rank: DpRank
     sampled: tuple[SampledToken, ...] = ()
-    """In plan order; for `num_steps` > 1 step-major."""
+    """In plan order, those of one row by position; for `num_steps` > 1 step-major."""
+    drafts: tuple[Drafts, ...] = ()
+    """Of the rows, in plan order, if the plan asked for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,8 @@ class RankInfo:
     """Snapshot buffers; 0 if the model has no state, or none is to be kept."""
     min_computed_tokens: int = 1
     """As `Engine.min_computed_tokens`."""
+    max_drafts: int = 0
+    """As `Engine.max_drafts`."""
 
 
 @dataclass(frozen=True, slots=True)

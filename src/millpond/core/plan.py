@@ -59,13 +59,19 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Compute one token of a sequence and sample the next."""
+    """Compute one token of a sequence, and guesses of those after it, and sample the next.
+
+    Guesses count as far as each is the token that is sampled in its place; one more token is sampled than
+    were right.
+    """
 
     request_id: RequestId
     position: int
     """Position of the input token = known tokens - 1. The sampled token gets position + 1."""
     new_blocks: tuple[BlockId, ...]
     """Blocks to append to the sequence's table before the step."""
+    draft_ids: tuple[int, ...] = ()
+    """Guesses for position + 1 and so on; the table covers them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,9 @@ class RankPlan:
     """Buffer to slot, before a sequence's first chunk, which begins at `position`."""
     keep: tuple[StateCopy, ...] = ()
     """Slot to buffer, once the step is computed."""
+    num_drafts: int = 0
+    """Guesses to make for each row's sequence after the step, for a later one; at most as many as the
+    engine can."""
 
 
 @dataclass(frozen=True, slots=True)

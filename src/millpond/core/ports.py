@@ -37,9 +37,13 @@ class Engine(Protocol):
     max_model_len: int
     min_computed_tokens: int
     """Last known tokens that a prefill computes however much is there already, >= 1."""
+    max_drafts: int
+    """Drafts that it can make and check per row; 0 without a draft head."""
 
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
-        """Carry out one step of this rank. One `SampledToken` per last chunk and per row, in plan order.
+        """Carry out one step of this rank.
+
+        One `SampledToken` per last chunk and per row, and for each draft that was right, in plan order.
 
         `restore` and `keep` are the caller's: it moves the bytes with `write_state` and `read_state`.
         """

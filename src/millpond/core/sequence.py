@@ -56,6 +56,8 @@ class Sequence:
     num_computed_tokens: int = 0
     state: SequenceState = SequenceState.QUEUED
     kv: KvPart = field(default_factory=KvPart)
+    draft_ids: tuple[int, ...] = ()
+    """Guesses of the tokens after the newest one, for the next decode step."""
     is_on_engine: bool = False
     """The engine has been given a `SequenceStart`."""
 

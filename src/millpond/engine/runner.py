@@ -76,6 +76,7 @@ class LlamaEngine:
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len
         self.min_computed_tokens = 1
+        self.max_drafts = 0
         self._config = config
         self._embedding = weights.embedding
         self._kv = kv

@@ -68,6 +68,7 @@ class SyntheticEngine:
         self.vocab_size = params.vocab_size
         self.max_model_len = params.max_model_len
         self.min_computed_tokens = 1
+        self.max_drafts = 0
         self._root = make_root(self.layout)
         row_words = self.layout.rows[0].num_bytes // 8
         self._words = np.zeros((params.num_blocks + 1, params.num_layers, row_words), np.uint64)

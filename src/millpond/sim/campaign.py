@@ -140,13 +140,16 @@ def _draw_shape(chance: Chance) -> ClusterShape:
                 fetch_ahead_tokens=_between(chance, 1, 1024),
                 max_held_seqs=_between(chance, 1, 12),
             ),
-            decode=DecodeParams(reserve_blocks_per_seq=chance.below(3) / 2),
+            decode=DecodeParams(
+                reserve_blocks_per_seq=chance.below(3) / 2, num_draft_tokens=chance.below(2) * 3
+            ),
         ),
         rank=replace(
             SimRankParams(),
             num_blocks=_between(chance, 4, 24),
             num_slots=_between(chance, 1, 12),
             num_snapshots=chance.below(2) * _between(chance, 1, 6),
+            max_drafts=chance.below(3),
         ),
         jitter_ns=chance.below(2) * _between(chance, 0, 40) * MILLISECOND_NS,
         duplicate_ratio=chance.below(2) * 0.2,

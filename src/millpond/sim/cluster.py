@@ -188,7 +188,14 @@ class Cluster:
         role, num_ranks = self._roles[group]
         rank = self.shape.rank
         ranks = tuple(
-            RankInfo(DpRank(i), f"{group}/{i}", rank.num_blocks, rank.num_slots, rank.num_snapshots)
+            RankInfo(
+                rank=DpRank(i),
+                data_address=f"{group}/{i}",
+                num_blocks=rank.num_blocks,
+                num_slots=rank.num_slots,
+                num_snapshots=rank.num_snapshots,
+                max_drafts=rank.max_drafts,
+            )
             for i in range(num_ranks)
         )
         incarnation = self._incarnate(group)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.core.errors import InvariantBroken
-from millpond.core.events import RankReport, SampledToken
+from millpond.core.events import Drafts, RankReport, SampledToken
 from millpond.core.ids import BlockId, BufferId, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart, StateCopy
 from millpond.core.request import SamplingParams, TokenIds
 from millpond.core.units import BLOCK_TOKENS
 
 VOCAB_SIZE = 32_000
+MAX_ROWS = 6
+"""Rows of one sequence in a step, one token and its drafts, that a ring has room for."""
 
 
 def token_at(sampling: SamplingParams, position: int) -> int:
@@ -35,6 +37,8 @@ class _Known:
     token_ids: TokenIds
     num_prompt_tokens: int
     num_computed_tokens: int
+    rows_end: int
+    """Where the last row or chunk ended, wrong drafts included."""
     slot: SlotId
     block_table: list[BlockId]
 
@@ -69,10 +73,20 @@ class SimEngine:
         for row in plan.rows:
             self._own(row.request_id, self._find(row.request_id), row.new_blocks)
         for step in range(num_steps):
-            sampled += [self._decode(row, step) for row in plan.rows]
+            for row in plan.rows:
+                sampled += self._decode(row, step)
         for copy in plan.keep:
             self._keep(copy)
-        return RankReport(plan.rank, tuple(sampled))
+        drafts = tuple(self._draft(row.request_id, plan.num_drafts) for row in plan.rows if plan.num_drafts)
+        return RankReport(plan.rank, tuple(sampled), drafts)
+
+    def _draft(self, request_id: RequestId, count: int) -> Drafts:
+        """Guess; every third position is guessed wrong."""
+        known = self._find(request_id)
+        begin = len(known.token_ids)
+        wrong = [(position % 3 == 0) for position in range(begin, begin + count)]
+        right = [token_at(known.sampling, position) for position in range(begin, begin + count)]
+        return Drafts(request_id, tuple(token + miss for token, miss in zip(right, wrong, strict=True)))
 
     def _restore(self, copy: StateCopy) -> None:
         known = self._find(copy.request_id)
@@ -83,7 +97,9 @@ class SimEngine:
 
     def _keep(self, copy: StateCopy) -> None:
         known = self._find(copy.request_id)
-        if known.slot != copy.slot or known.num_computed_tokens != copy.position:
+        # The slot has gone on by the step's drafts at most; those that were wrong did not reach the border.
+        is_near = copy.position <= known.rows_end and known.num_computed_tokens - copy.position < MAX_ROWS
+        if known.slot != copy.slot or not is_near:
             raise InvariantBroken(f"{copy}: {copy.request_id} is at {known.num_computed_tokens}")
         self._tokens_by_buffer[copy.buffer] = known.token_ids[: copy.position]
 
@@ -95,7 +111,7 @@ class SimEngine:
     def _start(self, start: SequenceStart) -> None:
         if start.request_id in self._known:
             raise InvariantBroken(f"{start.request_id} was started twice")
-        known = _Known(start.sampling, start.token_ids[:], start.num_prompt_tokens, 0, start.slot, [])
+        known = _Known(start.sampling, start.token_ids[:], start.num_prompt_tokens, 0, 0, start.slot, [])
         # A sequence that came by handoff lacks the KV of its newest token only; a row will say so.
         self._known[start.request_id] = known
         self._own(start.request_id, known, start.block_table)
@@ -116,19 +132,25 @@ class SimEngine:
         self._require_cover(chunk.request_id, known, chunk.end)
         if chunk.is_last != (chunk.end == len(known.token_ids)):
             raise InvariantBroken(f"chunk {chunk} of {len(known.token_ids)} tokens is wrong about its end")
-        known.num_computed_tokens = chunk.end
+        known.num_computed_tokens = known.rows_end = chunk.end
         return self._sample(chunk.request_id, known) if chunk.is_last else None
 
-    def _decode(self, row: DecodeRow, step: int) -> SampledToken:
+    def _decode(self, row: DecodeRow, step: int) -> list[SampledToken]:
         known = self._find(row.request_id)
         position = row.position + step
         if position != len(known.token_ids) - 1:
             raise InvariantBroken(
                 f"row {row}, step {step}: {row.request_id} has {len(known.token_ids)} tokens"
             )
-        self._require_cover(row.request_id, known, position + 1)
-        known.num_computed_tokens = position + 1
-        return self._sample(row.request_id, known)
+        known.rows_end = position + 1 + len(row.draft_ids)
+        self._require_cover(row.request_id, known, known.rows_end)
+        sampled: list[SampledToken] = []
+        for draft in (*row.draft_ids, None):
+            known.num_computed_tokens = len(known.token_ids)
+            sampled.append(self._sample(row.request_id, known))
+            if sampled[-1].token_id != draft:
+                break
+        return sampled
 
     def _sample(self, request_id: RequestId, known: _Known) -> SampledToken:
         position = len(known.token_ids)

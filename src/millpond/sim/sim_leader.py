@@ -37,11 +37,14 @@ class _Span:
 
     begin_ns: int
     step_ns: int
+    num_steps: int
     position_by_id: dict[RequestId, int]
 
     def made_ns(self, token: TokenOut, now_ns: int) -> int:
         begin = self.position_by_id.get(token.request_id)
-        return now_ns if begin is None else self.begin_ns + (token.position - begin) * self.step_ns
+        if begin is None:
+            return now_ns
+        return self.begin_ns + min(token.position - begin, self.num_steps) * self.step_ns
 
 
 class SimLeader:
@@ -78,7 +81,7 @@ class SimLeader:
         self._owner = f"{self._name}#{incarnation}"
         self._is_dead = False
         self._is_loop_due = False
-        self._span = _Span(0, 0, {})
+        self._span = _Span(0, 0, 0, {})
         self._ended: list[SequenceEnd] = []
         self._started: list[tuple[RequestId, int]] = []
         self._last_fetch: Fetch | None = None
@@ -171,7 +174,7 @@ class SimLeader:
         )
         step_ns = self._step_ns(plan)
         rows = {row.request_id: row.position for rank in plan.ranks for row in rank.rows}
-        self._span = _Span(self._kernel.now_ns, step_ns, rows)
+        self._span = _Span(self._kernel.now_ns, step_ns, plan.num_steps, rows)
         self.num_steps += plan.num_steps
         done = StepDone(plan.step, reports)
         self._kernel.after(step_ns * plan.num_steps, self._order, lambda: self._end_step(done))
@@ -183,7 +186,8 @@ class SimLeader:
     def _step_ns(self, plan: GroupPlan) -> int:
         costs = self._costs
         if plan.kind is StepKind.DECODE:
-            return costs.decode_step_ns + max(len(r.rows) for r in plan.ranks) * costs.decode_row_ns
+            most = max(sum(1 + len(row.draft_ids) for row in rank.rows) for rank in plan.ranks)
+            return costs.decode_step_ns + most * costs.decode_row_ns
         most = max(sum(chunk.end - chunk.begin for chunk in rank.chunks) for rank in plan.ranks)
         return costs.prefill_step_ns + most * costs.prefill_token_ns
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from millpond.core.errors import ConfigError, InvariantBroken
-from millpond.core.events import RankReport, SampledToken
+from millpond.core.events import Drafts, RankReport, SampledToken
 from millpond.core.ids import BlockId, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
 from millpond.core.ports import LayerObserver
@@ -18,10 +18,11 @@ from millpond.core.request import SamplingParams
 from millpond.core.units import BLOCK_TOKENS
 from millpond.engine.memory import MemoryPlan
 from millpond.engine.model.caches import Caches
+from millpond.engine.model.context import StepContext
 from millpond.engine.model.dspark import DraftHead
 from millpond.engine.model.model import V41Model
 from millpond.engine.model.step import Span, make_step
-from millpond.engine.sampler import Sampler
+from millpond.engine.sampler import SampledChoice, Sampler
 
 
 class _Tokens:
@@ -41,6 +42,14 @@ class _Tokens:
     @property
     def ids(self) -> npt.NDArray[np.int32]:
         return self._buffer[: self.count]
+
+    def with_drafts(self, draft_ids: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        """Known tokens and guesses after them; valid until a token is appended."""
+        end = self.count + len(draft_ids)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
+        self._buffer[self.count : end] = draft_ids
+        return self._buffer[:end]
 
 
 @dataclass(slots=True)
@@ -65,6 +74,8 @@ class _Piece:
     sequence: _Sequence
     span: Span
     is_sampled: bool
+    draft_ids: tuple[int, ...] = ()
+    """Guesses for the span's tokens after the first."""
 
 
 class V41Engine:
@@ -103,6 +114,7 @@ class V41Engine:
         self.vocab_size = shape.vocab_size
         self.max_model_len = max_model_len
         self.min_computed_tokens = max(1, num_kept_tokens)
+        self.max_drafts = shape.num_draft_tokens if self._draft is not None else 0
 
     @torch.inference_mode()
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
@@ -120,8 +132,10 @@ class V41Engine:
         out = self._model.forward(ctx, row_done=row_done)
         if self._draft is not None:
             self._draft.remember(ctx, out.main_hidden)
-        ends = step.decoder.row_begins + step.decoder.counts - 1
-        return RankReport(plan.rank, self._sample(pieces, ends, out.hidden))
+        ends = step.decoder.row_begins + step.decoder.counts
+        sampled = self._sample(pieces, ends, out.hidden)
+        drafts = self._guess(ctx, pieces, plan.num_drafts) if plan.rows and plan.num_drafts else ()
+        return RankReport(plan.rank, sampled, drafts)
 
     def _start(self, start: SequenceStart) -> None:
         if not 0 <= start.slot < self.num_slots:
@@ -172,7 +186,16 @@ class V41Engine:
             )
         if row.position - self._model.config.shape.window + 1 >= sequence.keep_begin:
             sequence.keep_begin = 0  # the window has left the prompt's unkept part behind
-        return self._piece(row.request_id, sequence, row.position, row.position + 1, is_sampled=True)
+        end = row.position + 1 + len(row.draft_ids)
+        if len(row.draft_ids) > self.max_drafts:
+            raise InvariantBroken(
+                f"{len(row.draft_ids)} drafts of {row.request_id}, at most {self.max_drafts}"
+            )
+        piece = self._piece(row.request_id, sequence, row.position, end, is_sampled=True)
+        if not row.draft_ids:
+            return piece
+        token_ids = sequence.tokens.with_drafts(row.draft_ids)
+        return replace(piece, span=replace(piece.span, token_ids=token_ids), draft_ids=row.draft_ids)
 
     def _piece(
         self, request_id: RequestId, sequence: _Sequence, begin: int, end: int, *, is_sampled: bool
@@ -199,27 +222,71 @@ class V41Engine:
     def _sample(
         self, pieces: list[_Piece], ends: npt.NDArray[np.int64], hidden: torch.Tensor
     ) -> tuple[SampledToken, ...]:
+        """Sample after each piece's last row, with drafts after each row up to the first wrong one."""
         sampled = [(piece, end) for piece, end in zip(pieces, ends.tolist(), strict=True) if piece.is_sampled]
         if not sampled:
             return ()
-        rows = torch.tensor([end for _, end in sampled], device=hidden.device)
-        logits = self._model.logits(hidden[rows]).cpu().numpy()
-        tokens = []
-        for (piece, _), row_logits in zip(sampled, logits, strict=True):
-            sequence, ids = piece.sequence, piece.sequence.tokens.ids
-            choice = self._sampler.sample(
-                row_logits,
-                sequence.sampling,
-                array("i", ids[: sequence.num_prompt_tokens].tobytes()),
-                array("i", ids[sequence.num_prompt_tokens :].tobytes()),
-                piece.span.end,
-            )
-            sequence.tokens.append(choice.token_id)
-            token = SampledToken(
-                piece.request_id, piece.span.end, choice.token_id, choice.logprob, choice.top
-            )
-            tokens.append(token)
+        rows = [row for piece, end in sampled for row in range(end - 1 - len(piece.draft_ids), end)]
+        logits = self._model.logits(hidden[torch.tensor(rows, device=hidden.device)]).cpu().numpy()
+        tokens: list[SampledToken] = []
+        at = 0
+        for piece, _ in sampled:
+            known = piece.sequence.tokens
+            for row, draft in enumerate((*piece.draft_ids, None)):
+                choice = self._choose(logits[at + row], piece.sequence, piece.sequence.sampling, ())
+                position = known.count
+                known.append(choice.token_id)
+                tokens.append(
+                    SampledToken(piece.request_id, position, choice.token_id, choice.logprob, choice.top)
+                )
+                if choice.token_id != draft:
+                    break
+            at += 1 + len(piece.draft_ids)
         return tuple(tokens)
+
+    def _choose(
+        self,
+        logits: npt.NDArray[np.float32],
+        sequence: _Sequence,
+        sampling: SamplingParams,
+        draft_ids: tuple[int, ...],
+    ) -> SampledChoice:
+        """Choose the token after a sequence's known ones and guesses of those after them."""
+        ids = sequence.tokens.ids
+        prompt_ids = array("i", ids[: sequence.num_prompt_tokens].tobytes())
+        output_ids = array("i", ids[sequence.num_prompt_tokens :].tobytes())
+        output_ids.extend(draft_ids)
+        return self._sampler.sample(
+            logits, sampling, prompt_ids, output_ids, len(prompt_ids) + len(output_ids)
+        )
+
+    def _guess(self, ctx: StepContext, pieces: list[_Piece], count: int) -> tuple[Drafts, ...]:
+        """Guess `count` tokens after the newest one of each sequence, with its own rules and noise."""
+        if self._draft is None or count > self.max_drafts:
+            raise InvariantBroken(f"{count} drafts asked for, at most {self.max_drafts} can be made")
+        sequences = [piece.sequence for piece in pieces]
+        rules = [replace(sequence.sampling, num_logprobs=-1) for sequence in sequences]
+        guessed: list[tuple[int, ...]] = [() for _ in sequences]
+
+        def choose(_number: int, logits: torch.Tensor) -> torch.Tensor:
+            rows = logits.float().cpu().numpy()
+            for i, sequence in enumerate(sequences):
+                guessed[i] += (self._choose(rows[i], sequence, rules[i], guessed[i]).token_id,)
+            return torch.tensor([ids[-1] for ids in guessed], device=logits.device)
+
+        def as_tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+        self._draft.propose(
+            ctx,
+            as_tensor([int(sequence.tokens.ids[-1]) for sequence in sequences]),
+            as_tensor([sequence.tokens.count - 2 for sequence in sequences]),
+            as_tensor([sequence.slot for sequence in sequences]),
+            choose,
+        )
+        return tuple(
+            Drafts(piece.request_id, ids[:count]) for piece, ids in zip(pieces, guessed, strict=True)
+        )
 
     def read_row(self, block: BlockId, row: int) -> memoryview:
         """Bytes of one row of one block; on a CPU the memory itself, elsewhere a copy."""

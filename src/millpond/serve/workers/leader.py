@@ -164,6 +164,13 @@ class Leader:
         self._count(f"millpond_step_seconds_total:{plan.kind.value}", (end_ns - begin_ns) / SECOND_NS)
         computed = sum(c.end - c.begin for r in plan.ranks for c in r.chunks)
         self._count("millpond_prompt_tokens_total:computed", computed)
+        rows = [row for r in plan.ranks for row in r.rows]
+        num_drafts = sum(len(row.draft_ids) for row in rows)
+        if num_drafts:
+            self._count("millpond_draft_tokens_total", num_drafts)
+            self._count(
+                "millpond_draft_tokens_accepted_total", sum(len(r.sampled) for r in reports) - len(rows)
+            )
         self._scheduler.advance(end_ns, StepDone(plan.step, reports))
 
     def _send_tokens(self, outputs: tuple[tuple[str, TokenOut], ...]) -> None:

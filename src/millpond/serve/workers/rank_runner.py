@@ -79,6 +79,7 @@ class RankRunner:
             num_slots=self.engine.num_slots,
             num_snapshots=len(self.snapshots),
             min_computed_tokens=self.engine.min_computed_tokens,
+            max_drafts=self.engine.max_drafts,
         )
 
     def carry_out(self, plan: GroupPlan) -> RankReport | None:
