@@ -27,8 +27,10 @@ def storage_node(
 
     The address it listens on is printed once it serves.
     """
+    from millpond.serve.logs import configure_logging
     from millpond.store.net.daemon import DaemonSpec, TargetSpec, run_storage_node
 
+    configure_logging(process=name)
     run_storage_node(
         DaemonSpec(
             name=name,
