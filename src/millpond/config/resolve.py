@@ -130,11 +130,6 @@ def _check_numbers(config: Config) -> None:
         at_least_one += [
             (f"group[{index}].threads_per_rank", group.threads_per_rank),
         ]
-    if config.decode.num_draft_tokens < 0:
-        raise ConfigError(
-            f"decode.num_draft_tokens = {config.decode.num_draft_tokens}: must be 0 for none, or more",
-            param="decode.num_draft_tokens",
-        )
     for path, value in at_least_one:
         if value < 1:
             raise ConfigError(f"{path} = {value}: must be at least 1", param=path)
