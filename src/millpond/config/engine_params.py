@@ -13,6 +13,10 @@ class EngineParams:
     """Built-in name (`smollm2-135m`), a GGUF file, or a folder with config.json and safetensors."""
     dtype: str = "auto"
     """Type of weights and KV: `bf16`, `fp32`, or `auto` = bf16, which decodes fastest."""
+    weights: str = "unpacked"
+    """`unpacked`: FP8 and FP4 weights of V4.1 become floats when they are loaded. `packed`: they stay mapped
+    as they are stored and become floats for each product, with equal results: slower, less memory.
+    """
     numerics: str = "fast"
     """`fast`, or `exact`: a row's bits do not depend on batch, chunk borders or position in the batch."""
     kv_memory: int = 288 * 1024 * 1024

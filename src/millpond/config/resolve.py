@@ -106,6 +106,7 @@ def _check_choices(config: Config) -> None:
     links = ((f"link[{index}].net", link.net, ("snic", "cnic")) for index, link in enumerate(config.links))
     for path, value, choices in (
         ("engine.dtype", config.engine.dtype, ("auto", "bf16", "fp32")),
+        ("engine.weights", config.engine.weights, ("unpacked", "packed")),
         ("engine.numerics", config.engine.numerics, ("fast", "exact")),
         *links,
     ):

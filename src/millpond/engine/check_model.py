@@ -6,6 +6,7 @@ No torch here, and no tensor is read: what the engine would refuse after loading
 from __future__ import annotations
 
 from millpond.config.engine_params import EngineParams
+from millpond.core.errors import ConfigError
 from millpond.core.shapes import KvFormat, kv_layout
 from millpond.engine.llama_tensors import check_llama_files
 from millpond.engine.memory import choose_max_model_len, llama_kv_layout, plan_memory
@@ -30,6 +31,11 @@ def check_model(params: EngineParams) -> None:
         limit = v41.max_positions
     else:
         llama = check_llama_files(files)
+        if params.weights != "unpacked":
+            raise ConfigError(
+                f"engine.weights = {params.weights!r}: this model has no packed weights; use unpacked",
+                param="engine.weights",
+            )
         load_tokenizer(files)
         layout = llama_kv_layout(llama, "fp32" if params.dtype == "fp32" else "bf16")
         limit = llama.max_positions

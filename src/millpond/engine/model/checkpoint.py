@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 
 from millpond.core.errors import ModelFormatError
 from millpond.engine.model.config import V41Config
-from millpond.engine.model.formats import dequantise_fp4_weight, dequantise_tiles
 from millpond.engine.model.tensors import check_tensors
 from millpond.engine.safetensors_files import read_headers
 
@@ -72,20 +71,8 @@ class Checkpoint:
         """Return a bf16 or float32 tensor as float32."""
         return self.raw(name).float()
 
-    def fp8(self, name: str) -> torch.Tensor:
-        """Return a dense FP8 weight (a scale per 32 x 32 tile) as float32."""
-        return dequantise_tiles(*self._bytes(name))
-
-    def fp4(self, name: str) -> torch.Tensor:
-        """Return an FP4 weight (a scale per row and 32 columns) as float32."""
-        return dequantise_fp4_weight(*self._bytes(name))
-
-    def table(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an Engram table as stored: E4M3 bytes [rows, width], E8M0 bytes [rows, width / 32]."""
-        return self._bytes(name)
-
-    def _bytes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of a quantised weight as stored, uint8."""
+    def quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values and the scales of a quantised weight as stored, uint8."""
         return (
             self.raw(f"{name}.weight").view(torch.uint8),
             self.raw(f"{name}.scale").view(torch.uint8),

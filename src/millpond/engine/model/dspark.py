@@ -13,6 +13,7 @@ from millpond.engine.model.layer import combine_heads, mix_of, project, run_ffn
 from millpond.engine.model.mhc import collapse, expand
 from millpond.engine.model.model import V41Model
 from millpond.engine.model.numerics import rms_norm
+from millpond.engine.model.packed import as_matrix
 from millpond.engine.model.rope import Rotation
 from millpond.engine.model.weights import DraftWeights, LayerWeights
 
@@ -50,7 +51,9 @@ class DraftHead:
         ctx.observe("main_x", main_x)
         at = rows.window
         for stage, w in enumerate(self._w.stages):
-            latent = numerics.quantised_linear(main_x, w.attention.query_kv[ctx.config.shape.q_lora_rank :])
+            latent = numerics.quantised_linear(
+                main_x, as_matrix(w.attention.query_kv)[ctx.config.shape.q_lora_rank :]
+            )
             kv = rotation.apply(rms_norm(latent, w.attention.kv_norm, eps))
             ring = ctx.caches.drafts[stage]
             ring.write(at.write_slots, at.write_rows, ring.row_format.encode(kv[at.write_from]))

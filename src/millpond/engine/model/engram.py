@@ -9,6 +9,7 @@ import torch
 from millpond.engine.model.formats import dequantise_fp8
 from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, curve
+from millpond.engine.model.packed import Matrix
 
 _DOT_FLOOR = 1e-6
 
@@ -21,7 +22,7 @@ class EngramWeights:
     """[table rows, width], E4M3 bytes as stored: the tables are the largest tensors of a model."""
     scales: torch.Tensor
     """[table rows, width / 32], E8M0 bytes."""
-    kv: torch.Tensor
+    kv: Matrix
     """[(copies + 1) * hidden, columns * width], float32: a key for each copy, then the value."""
     query_norm: torch.Tensor
     key_norm: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from millpond.engine.model.numerics import Numerics
+from millpond.engine.model.packed import Matrix
 from millpond.engine.model.rope import Rotation
 
 _TILE_ITEMS = 1 << 18
@@ -20,7 +21,7 @@ _KEY_TILE = 128
 class IndexerWeights:
     """Float32 weights of a layer that selects."""
 
-    query: torch.Tensor
+    query: Matrix
     """[heads * index dim, q rank]"""
     head_weights: torch.Tensor
     """[heads, hidden]"""

@@ -46,8 +46,10 @@ def load_model(
     numerics: Numerics,
     device: torch.device,
     show: ShowProgress = show_nothing,
+    *,
+    keep_packed: bool = False,
 ) -> V41Model:
-    """Load config, tokenizer and weights of a checkpoint folder.
+    """Load config, tokenizer and weights of a checkpoint folder; see `load_model_weights`.
 
     Raises:
         ModelFormatError: A file is not what it should be; names file and tensor or field.
@@ -56,7 +58,7 @@ def load_model(
     token_map = load_token_map(root / "tokenizer.json", config)
     counter = ByteCounter(stored_bytes(language_weights(config)), show)
     with Checkpoint(weight_files, config, device, counter.advance) as checkpoint:
-        weights = load_model_weights(checkpoint, config)
+        weights = load_model_weights(checkpoint, config, keep_packed=keep_packed)
     return V41Model(config, weights, numerics, token_map)
 
 
@@ -82,7 +84,14 @@ def load_v41_engine(
         ConfigError: A parameter cannot be honoured.
     """
     numerics = choose_numerics(params)
-    model = load_model(files.root, files.weight_files, numerics, torch.device(device), show)
+    model = load_model(
+        files.root,
+        files.weight_files,
+        numerics,
+        torch.device(device),
+        show,
+        keep_packed=params.weights == "packed",
+    )
     layout = kv_layout(model.config.shape, numerics.kv_format)
     memory = plan_memory(layout, params.kv_memory, params.max_num_seqs)
     limit = choose_max_model_len(params.max_model_len, model.config.max_positions)

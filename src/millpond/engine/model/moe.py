@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -11,17 +11,19 @@ from torch.nn import functional
 from millpond.engine.model.context import Observe, ignore
 from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, curve
+from millpond.engine.model.packed import Experts, Matrix
 
 _SUM_FLOOR = 1e-20
+W = TypeVar("W", Matrix, Experts)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """Float32 weights of one SwiGLU expert, or of several stacked in front."""
+class ExpertWeights(Generic[W]):
+    """Weights of one SwiGLU expert, or of several stacked in front."""
 
-    gate_up: torch.Tensor
+    gate_up: W
     """[..., 2 * width, hidden]: w1 over w3."""
-    down: torch.Tensor
+    down: W
     """[..., hidden, width]: w2."""
 
 
@@ -35,8 +37,8 @@ class MoeWeights:
     """[experts], float32: corrects the selection, not the weights."""
     bias_image: torch.Tensor | None
     """[experts]: the bias for tokens of an image span."""
-    experts: ExpertWeights
-    shared: ExpertWeights
+    experts: ExpertWeights[Experts]
+    shared: ExpertWeights[Matrix]
 
 
 class Routing(NamedTuple):
@@ -81,7 +83,7 @@ def _activate(
     return (inner if weights is None else inner * weights[:, None]).to(numerics.dtype)
 
 
-def run_shared(x: torch.Tensor, w: ExpertWeights, limit: float, numerics: Numerics) -> torch.Tensor:
+def run_shared(x: torch.Tensor, w: ExpertWeights[Matrix], limit: float, numerics: Numerics) -> torch.Tensor:
     """Run the expert that every row passes; x [rows, hidden] is rounded for quantised linears."""
     inner = _activate(numerics.product(x, w.gate_up), None, limit, numerics)
     return numerics.quantised_linear(inner, w.down)
@@ -89,7 +91,7 @@ def run_shared(x: torch.Tensor, w: ExpertWeights, limit: float, numerics: Numeri
 
 def run_routed(
     x: torch.Tensor,
-    w: ExpertWeights,
+    w: ExpertWeights[Experts],
     loads: torch.Tensor,
     weights: torch.Tensor,
     limit: float,

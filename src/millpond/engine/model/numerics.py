@@ -19,6 +19,7 @@ from millpond.engine.model.formats import (
     round_fp8,
 )
 from millpond.engine.model.native import kernels_for
+from millpond.engine.model.packed import Experts, Matrix, as_matrix
 
 TILE_ROWS = 64
 """Rows of every product in exact mode."""
@@ -60,8 +61,9 @@ class Numerics:
         """Format of index queries and keys."""
         return Fp4IndexRows() if self.is_quantised else Fp32Rows()
 
-    def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(self, rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """Multiply float32 rows [n, in] by a weight [out, in]; float32 [n, out]."""
+        weight = as_matrix(weight)
         native = multiply(rows, weight)
         return self.torch_product(rows, weight) if native is None else native
 
@@ -74,18 +76,18 @@ class Numerics:
         tiles = [functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
         return torch.cat(tiles)[:count] if tiles else rows.new_empty(0, len(weight))
 
-    def product_by_expert(
-        self, rows: torch.Tensor, weight: torch.Tensor, loads: torch.Tensor
-    ) -> torch.Tensor:
+    def product_by_expert(self, rows: torch.Tensor, weight: Experts, loads: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows, `loads` [experts] of them by each of weight [experts, out, in]."""
-        native = multiply_by_expert(rows, weight, loads)
-        if native is not None:
-            return native
+        if isinstance(weight, torch.Tensor):
+            native = multiply_by_expert(rows, weight, loads)
+            if native is not None:
+                return native
         parts = zip(rows.split(loads.tolist()), weight, strict=True)
         return torch.cat([self.product(part, own) for part, own in parts if len(part)])
 
-    def grouped_product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def grouped_product(self, rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """Multiply float32 rows [n, groups, in] by weights [groups, out, in]: [n, groups, out]."""
+        weight = as_matrix(weight)
         native = multiply_groups(rows, weight)
         if native is not None:
             return native
@@ -96,7 +98,7 @@ class Numerics:
         tiles = [torch.bmm(tile, weight.transpose(1, 2)) for tile in padded.split(TILE_ROWS, dim=1)]
         return torch.cat(tiles, dim=1).transpose(0, 1)[:count]
 
-    def linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """Plain linear: rows in any dtype, result in the stream's."""
         return self.product(rows.float(), weight).to(self.dtype)
 
@@ -107,7 +109,7 @@ class Numerics:
         kernels = kernels_for(rows)
         return round_fp8(rows).float() if kernels is None else kernels.round_fp8(rows)
 
-    def quantised_linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def quantised_linear(self, rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """Linear with an FP8 or FP4 weight: its input is rounded to FP8 per 32 channels."""
         return self.product(self.quantised_input(rows), weight).to(self.dtype)
 

@@ -1,7 +1,8 @@
 """Weights of a V4.1 model, taken from a checkpoint under the published names and brought to float32.
 
 Dense weights are stored as E4M3 with a scale per 32 x 32 tile, routed experts as E2M1 with a scale per row
-and 32 columns, the rest as bf16 or float32. All but the Engram tables are dequantised when loaded.
+and 32 columns, the rest as bf16 or float32. All but the Engram tables are dequantised when loaded, unless
+they are kept packed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from millpond.engine.model.compressor import CompressorWeights
 from millpond.engine.model.config import V41Config
 from millpond.engine.model.dense import narrow_exact
 from millpond.engine.model.engram import EngramWeights
+from millpond.engine.model.formats import dequantise_fp4_weight, dequantise_tiles
 from millpond.engine.model.indexer import IndexerWeights
 from millpond.engine.model.mhc import MixWeights
 from millpond.engine.model.moe import ExpertWeights, MoeWeights
+from millpond.engine.model.packed import Experts, Matrix, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,17 @@ class AttentionWeights:
     """Projections of one layer's attention, float32."""
 
     norm: torch.Tensor
-    query_kv: torch.Tensor
+    query_kv: Matrix
     """[q rank + dim, hidden]: the low-rank query over the shared latent."""
     query_norm: torch.Tensor
-    query: torch.Tensor
+    query: Matrix
     """[heads * dim, q rank]"""
     kv_norm: torch.Tensor
     sink: torch.Tensor
     """[heads]"""
-    out_groups: torch.Tensor
+    out_groups: Matrix
     """[groups, o rank, heads * dim / groups]"""
-    out: torch.Tensor
+    out: Matrix
     """[hidden, groups * o rank]"""
 
 
@@ -59,7 +62,7 @@ class DraftWeights:
     """DSpark: its stages and what turns their output into drafts."""
 
     stages: tuple[LayerWeights, ...]
-    main_proj: torch.Tensor
+    main_proj: Matrix
     """[hidden, targets * hidden]"""
     main_norm: torch.Tensor
     norm: torch.Tensor
@@ -84,29 +87,36 @@ class ModelWeights:
     draft: DraftWeights | None
 
 
-def load_model_weights(source: Checkpoint, config: V41Config) -> ModelWeights:
+def load_model_weights(source: Checkpoint, config: V41Config, *, keep_packed: bool = False) -> ModelWeights:
     """Load everything but the vision tower.
+
+    Args:
+        source: The files.
+        config: What they hold.
+        keep_packed: Leave FP8 and FP4 weights mapped as they are stored; see `PackedWeight`.
 
     Raises:
         ModelFormatError: A shard cannot be read.
     """
     return ModelWeights(
         layers=tuple(
-            _Loader(source, f"layers.{layer.layer}.", config).layer(layer) for layer in config.shape.layers
+            _Loader(source, f"layers.{layer.layer}.", config, keep_packed).layer(layer)
+            for layer in config.shape.layers
         ),
-        draft=_load_draft(source, config) if config.shape.num_draft_stages else None,
+        draft=_load_draft(source, config, keep_packed) if config.shape.num_draft_stages else None,
         embed=source.plain("embed.weight"),
         head=narrow_exact(source.plain("head.weight")),
         norm=source.plain("norm.weight"),
     )
 
 
-def _load_draft(source: Checkpoint, config: V41Config) -> DraftWeights:
+def _load_draft(source: Checkpoint, config: V41Config, keep_packed: bool) -> DraftWeights:
     num_stages = config.shape.num_draft_stages
+    loaders = [_Loader(source, f"mtp.{stage}.", config, keep_packed) for stage in range(num_stages)]
     last = f"mtp.{num_stages - 1}."
     return DraftWeights(
-        stages=tuple(_Loader(source, f"mtp.{stage}.", config).layer(None) for stage in range(num_stages)),
-        main_proj=narrow_exact(source.fp8("mtp.0.main_proj")),
+        stages=tuple(loader.layer(None) for loader in loaders),
+        main_proj=loaders[0].fp8("main_proj"),
         main_norm=source.plain("mtp.0.main_norm.weight"),
         norm=source.plain(last + "norm.weight"),
         markov_embed=source.plain(last + "markov_head.embed.weight"),
@@ -122,6 +132,7 @@ class _Loader:
     source: Checkpoint
     prefix: str
     config: V41Config
+    keep_packed: bool
 
     def plain(self, name: str) -> torch.Tensor:
         return self.source.plain(self.prefix + name)
@@ -130,9 +141,32 @@ class _Loader:
         """Read one plain weight of a product."""
         return narrow_exact(self.plain(name))
 
-    def fp8(self, *names: str) -> torch.Tensor:
-        """Read one FP8 weight, or several one below the other."""
-        return narrow_exact(torch.cat([self.source.fp8(self.prefix + name) for name in names]))
+    def fp8(self, *names: str, num_groups: int = 0) -> Matrix:
+        """Read one FP8 weight, or several one below the other; cut into groups of rows if so asked."""
+        parts = tuple(self.source.quantised(self.prefix + name) for name in names)
+        rows, columns = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
+        size = (num_groups, rows // num_groups, columns) if num_groups else (rows, columns)
+        weight = PackedWeight(size, parts, dequantise_tiles)
+        return weight if self.keep_packed else weight.as_matrix()
+
+    def fp4(self, *names: str) -> PackedWeight:
+        """Read one FP4 weight, or several one below the other."""
+        parts = tuple(self.source.quantised(self.prefix + name) for name in names)
+        size = (sum(len(values) for values, _ in parts), 2 * parts[0][0].shape[1])
+        return PackedWeight(size, parts, dequantise_fp4_weight)
+
+    def experts(self, num_experts: int, *names: str) -> Experts:
+        """Read a weight of every expert."""
+        weights = tuple(
+            self.fp4(*(f"ffn.experts.{expert}.{name}" for name in names)) for expert in range(num_experts)
+        )
+        if self.keep_packed:
+            return weights
+        first = weights[0].as_matrix()
+        stacked = first.new_empty(num_experts, *first.shape)
+        for place, weight in zip(stacked, weights, strict=True):
+            place.copy_(weight.as_matrix())
+        return stacked
 
     def layer(self, layer: LayerShape | None) -> LayerWeights:
         """Read a backbone layer, or a draft stage where `layer` is None."""
@@ -160,7 +194,7 @@ class _Loader:
             query=self.fp8("attn.wq_b"),
             kv_norm=self.plain("attn.kv_norm.weight"),
             sink=self.plain("attn.attn_sink"),
-            out_groups=self.fp8("attn.wo_a").unflatten(0, (shape.o_groups, shape.o_lora_rank)),
+            out_groups=self.fp8("attn.wo_a", num_groups=shape.o_groups),
             out=self.fp8("attn.wo_b"),
         )
 
@@ -177,27 +211,18 @@ class _Loader:
         return IndexerWeights(self.fp8("attn.indexer.wq_b"), self.matrix("attn.indexer.weights_proj.weight"))
 
     def moe(self, num_experts: int) -> MoeWeights:
-        hidden, width = self.config.shape.hidden_size, self.config.shape.moe_width
-        gate = self.matrix("ffn.gate.weight")
-        gate_up = torch.empty(num_experts, 2 * width, hidden, device=gate.device)
-        down = torch.empty(num_experts, hidden, width, device=gate.device)
-        for expert in range(num_experts):
-            name = f"{self.prefix}ffn.experts.{expert}."
-            gate_up[expert, :width] = self.source.fp4(name + "w1")
-            gate_up[expert, width:] = self.source.fp4(name + "w3")
-            down[expert] = self.source.fp4(name + "w2")
         shared = "ffn.shared_experts."
         with_images = self.config.vision is not None
         return MoeWeights(
-            gate=gate,
+            gate=self.matrix("ffn.gate.weight"),
             bias=self.plain("ffn.gate.bias"),
             bias_image=self.plain("ffn.gate.bias_vl") if with_images else None,
-            experts=ExpertWeights(narrow_exact(gate_up), narrow_exact(down)),
+            experts=ExpertWeights(self.experts(num_experts, "w1", "w3"), self.experts(num_experts, "w2")),
             shared=ExpertWeights(self.fp8(shared + "w1", shared + "w3"), self.fp8(shared + "w2")),
         )
 
     def engram(self) -> EngramWeights:
-        data, scales = self.source.table(self.prefix + "engram.embed")
+        data, scales = self.source.quantised(self.prefix + "engram.embed")
         return EngramWeights(
             data=data,
             scales=scales,
