@@ -28,11 +28,10 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyText:
-    """Text of a reply."""
+class Reasoning:
+    """What a model thinks before it answers."""
 
     text: str
-    is_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,10 @@ class ReplyCall:
     name: str
     fragments: tuple[str, ...]
     """Its arguments: joined they are the text of a JSON object."""
+
+
+ReplyPart = str | Reasoning | ReplyCall
+"""Part of a reply; a string is content."""
 
 
 class ReplyParser(Protocol):
@@ -56,11 +59,11 @@ class ReplyParser(Protocol):
         """What comes next is reasoning, as far as is known."""
         ...
 
-    def push(self, text: str) -> list[ReplyText | ReplyCall]:
-        """Take the next piece; give what is certain now."""
+    def push(self, text: str) -> list[ReplyPart]:
+        """Take the next piece; give what is certain now, no text empty."""
         ...
 
-    def flush(self) -> list[ReplyText | ReplyCall]:
+    def flush(self) -> list[ReplyPart]:
         """What is left at the end of the reply."""
         ...
 

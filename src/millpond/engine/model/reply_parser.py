@@ -12,7 +12,7 @@ Source: v41_model.md section 13; behaviour of the official `deepseek-recipe` 0.2
 
 from __future__ import annotations
 
-from millpond.engine.chat_format import ReplyCall, ReplyText
+from millpond.engine.chat_format import Reasoning, ReplyPart
 from millpond.engine.model.dsml import CALLS_BEGIN, CALLS_END, CallBlock
 
 THINK_BEGIN = "<think>"
@@ -38,9 +38,9 @@ class V41ReplyParser:
         self._head = ""
         """What stands before the block's inside, while the block has given no call."""
 
-    def push(self, text: str) -> list[ReplyText | ReplyCall]:
+    def push(self, text: str) -> list[ReplyPart]:
         """See `ReplyParser`."""
-        parts: list[ReplyText | ReplyCall] = []
+        parts: list[ReplyPart] = []
         while text:
             if self._block is None:
                 text = self._in_text(text, parts)
@@ -48,9 +48,9 @@ class V41ReplyParser:
                 text = self._in_block(text, self._block, parts)
         return parts
 
-    def flush(self) -> list[ReplyText | ReplyCall]:
+    def flush(self) -> list[ReplyPart]:
         """See `ReplyParser`."""
-        parts: list[ReplyText | ReplyCall] = []
+        parts: list[ReplyPart] = []
         text, self._held = self._held, ""
         if self._block is not None:
             text = self._head + self._block.unread
@@ -61,7 +61,7 @@ class V41ReplyParser:
         self._say(text, parts)
         return parts
 
-    def _in_text(self, text: str, parts: list[ReplyText | ReplyCall]) -> str:
+    def _in_text(self, text: str, parts: list[ReplyPart]) -> str:
         """Read up to the next marker; give what follows it."""
         text, self._held = self._held + text, ""
         if self._skips_breaks:
@@ -85,7 +85,7 @@ class V41ReplyParser:
             self._head = text[len(before) : begin] + marker
         return text[begin + len(marker) :]
 
-    def _in_block(self, text: str, block: CallBlock, parts: list[ReplyText | ReplyCall]) -> str:
+    def _in_block(self, text: str, block: CallBlock, parts: list[ReplyPart]) -> str:
         """Read calls; give what follows the block."""
         if calls := block.push(text):
             self._head = ""
@@ -104,23 +104,27 @@ class V41ReplyParser:
         thinking = (THINK_END,) if self.is_reasoning else ()
         return (*thinking, CALLS_BEGIN) if self._reads_calls else thinking
 
-    def _say(self, text: str, parts: list[ReplyText | ReplyCall]) -> None:
+    def _say(self, text: str, parts: list[ReplyPart]) -> None:
         if not text:
             return
         last = parts[-1] if parts else None
-        if isinstance(last, ReplyText) and last.is_reasoning == self.is_reasoning:
-            text = last.text + text
-            parts.pop()
-        parts.append(ReplyText(text, self.is_reasoning))
+        if self.is_reasoning:
+            if isinstance(last, Reasoning):
+                text = last.text + text
+                parts.pop()
+            parts.append(Reasoning(text))
+        elif isinstance(last, str):
+            parts[-1] = last + text
+        else:
+            parts.append(text)
 
 
 def _hold_border(text: str, markers: tuple[str, ...]) -> int:
     """Where the end of a text begins that may become part of a marker; its end if none may."""
     if not markers:
         return len(text)
-    border = len(text)
-    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            border -= length
-            break
-    return len(text[:border].rstrip("\n"))
+    # Every marker begins with its only "<".
+    begin = text.rfind("<")
+    if begin < 0 or not any(marker.startswith(text[begin:]) for marker in markers):
+        begin = len(text)
+    return len(text[:begin].rstrip("\n"))

@@ -18,7 +18,7 @@ from millpond.core.errors import (
     Unauthorized,
 )
 from millpond.core.events import TokenOut
-from millpond.engine.chat_format import ReplyText
+from millpond.engine.chat_format import Reasoning
 from millpond.serve.gateway import openai_schema as schema
 from millpond.serve.gateway.assembly import CallPart, Piece
 from millpond.serve.gateway.served_model import ServedModel
@@ -137,9 +137,7 @@ def _chat_choice(
     ]
     message = schema.AnswerMessage(content=None if calls and not content else content)
     if prepared.make_parser is not None:
-        message.reasoning_content = "".join(
-            part.text for part in parts if isinstance(part, ReplyText) and part.is_reasoning
-        )
+        message.reasoning_content = "".join(part.text for part in parts if isinstance(part, Reasoning))
     if calls:
         message.tool_calls = calls
     logprobs = None

@@ -21,7 +21,7 @@ from millpond.core.errors import (
 )
 from millpond.core.events import TokenOut
 from millpond.core.request import FinishReason
-from millpond.engine.chat_format import ReplyCall, ReplyParser, ReplyText
+from millpond.engine.chat_format import Reasoning, ReplyCall, ReplyParser, ReplyPart
 from millpond.serve.gateway.link import Call, CallEvent, Ending
 from millpond.serve.gateway.openai_schema import FinishWord
 from millpond.serve.gateway.served_model import Detokenizer, ServedModel
@@ -40,7 +40,8 @@ class CallPart:
     """Its arguments: joined they are the text of a JSON object."""
 
 
-Part = ReplyText | CallPart
+Part = str | Reasoning | CallPart
+"""Part of a choice; a string is content."""
 
 
 class Piece:
@@ -62,9 +63,7 @@ class Piece:
     @property
     def content(self) -> str:
         """Text of the answer proper."""
-        return "".join(
-            part.text for part in self.parts if isinstance(part, ReplyText) and not part.is_reasoning
-        )
+        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 class _Choice:
@@ -166,54 +165,45 @@ class Assembly:
             finish = FinishReason.STOP
         return self._last(index, choice, parts, token if is_text else None, finish)
 
-    def _parts(self, index: int, choice: _Choice, text: str, *, is_last: bool) -> tuple[list[Part], bool]:
+    def _parts(self, index: int, choice: _Choice, text: str, *, is_last: bool) -> tuple[Sequence[Part], bool]:
         """Parts that some text adds, and whether a stop string ended them."""
         parser, matcher = choice.parser, choice.matcher
-        if parser is None:
-            replies: list[ReplyText | ReplyCall] = [ReplyText(text, is_reasoning=False)] if text else []
-        else:
+        if parser is None and matcher is None:
+            return (text,) if text else (), False
+        replies: Sequence[ReplyPart] = (text,)
+        if parser is not None:
             replies = parser.push(text) + (parser.flush() if is_last else [])
         parts: list[Part] = []
-        # Like stop tokens, stop strings count only after `min_tokens`.
-        matches = matcher is not None and choice.num_tokens > self._min_tokens
         for reply in replies:
-            if isinstance(reply, ReplyText) and not reply.is_reasoning and matcher is not None and matches:
-                content, is_stopped = matcher.push(reply.text)
-                _add_content(content, parts)
+            if not isinstance(reply, str):
+                if matcher is not None:
+                    parts.append(matcher.flush())
+                parts.append(self._call_part(index, choice, reply) if isinstance(reply, ReplyCall) else reply)
+            # Like stop tokens, stop strings count only after `min_tokens`.
+            elif matcher is not None and choice.num_tokens > self._min_tokens:
+                content, is_stopped = matcher.push(reply)
+                parts.append(content)
                 if is_stopped:
-                    return parts, True
-                continue
-            if matcher is not None:
-                _add_content(matcher.flush(), parts)
-            if isinstance(reply, ReplyCall):
-                parts.append(
-                    CallPart(
-                        choice.num_calls,
-                        f"call_{self._call_id}_{index}_{choice.num_calls}",
-                        reply.name,
-                        reply.fragments,
-                    )
-                )
-                choice.num_calls += 1
+                    return [part for part in parts if part], True
             else:
                 parts.append(reply)
         if is_last and matcher is not None:
-            _add_content(matcher.flush(), parts)
-        return parts, False
+            parts.append(matcher.flush())
+        return [part for part in parts if part], False
+
+    def _call_part(self, index: int, choice: _Choice, call: ReplyCall) -> CallPart:
+        number = choice.num_calls
+        choice.num_calls += 1
+        return CallPart(number, f"call_{self._call_id}_{index}_{number}", call.name, call.fragments)
 
     def _last(
-        self, index: int, choice: _Choice, parts: list[Part], token: TokenOut | None, finish: FinishReason
+        self, index: int, choice: _Choice, parts: Sequence[Part], token: TokenOut | None, finish: FinishReason
     ) -> Piece:
         choice.is_done = True
         self._num_running -= 1
         if finish is FinishReason.LENGTH:
             return Piece(index, parts, token, "length")
         return Piece(index, parts, token, "tool_calls" if choice.num_calls else "stop")
-
-
-def _add_content(text: str, parts: list[Part]) -> None:
-    if text:
-        parts.append(ReplyText(text, is_reasoning=False))
 
 
 def error_of(ending: Ending) -> MillpondError:

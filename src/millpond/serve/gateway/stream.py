@@ -27,7 +27,7 @@ from millpond.serve.gateway.answer import (
     completion_logprobs,
     make_error,
 )
-from millpond.serve.gateway.assembly import CallPart, Part, Piece
+from millpond.serve.gateway.assembly import CallPart, Piece
 from millpond.serve.gateway.openai_schema import CallDelta, ChatLogprobs, FinishWord, FunctionDelta, Usage
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.validate import PreparedCall
@@ -102,13 +102,20 @@ class ChatFormat(_Format):
                 self._has_role[index] = True
                 out.append(begin + b'{"role":"assistant","content":""' + self._plain_end)
             end = self._plain_end
-            deltas = [delta for part in piece.parts for delta in _deltas(part)]
+            parts = piece.parts
             if self._has_logprobs and piece.token is not None:
                 logprobs = _json(ChatLogprobs(content=[chat_logprob(piece.token, self._model)]))
                 end = b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self._tail
-                deltas = deltas or [b'{"content":""']
-            for delta in deltas:
-                out.append(begin + delta + end)
+                parts = parts or ("",)
+            for part in parts:
+                if isinstance(part, CallPart):
+                    for delta in _call_deltas(part):
+                        out.append(begin + b'{"tool_calls":[' + _json(delta) + b"]" + end)
+                        end = self._plain_end
+                elif isinstance(part, str):
+                    out.append(begin + b'{"content":' + _json(part) + end)
+                else:
+                    out.append(begin + b'{"reasoning_content":' + _json(part.text) + end)
                 end = self._plain_end
             if piece.finish is not None:
                 reason = piece.finish.encode()
@@ -116,16 +123,13 @@ class ChatFormat(_Format):
         return b"".join(out)
 
 
-def _deltas(part: Part) -> Sequence[bytes]:
-    """Deltas of one part, each without its closing brace."""
-    if isinstance(part, CallPart):
-        function = FunctionDelta(name=part.name, arguments="")
-        calls = [CallDelta(index=part.index, id=part.id, type="function", function=function)]
-        calls += [
-            CallDelta(index=part.index, function=FunctionDelta(arguments=text)) for text in part.fragments
-        ]
-        return [b'{"tool_calls":[' + _json(call) + b"]" for call in calls]
-    return ((b'{"reasoning_content":' if part.is_reasoning else b'{"content":') + _json(part.text),)
+def _call_deltas(part: CallPart) -> list[CallDelta]:
+    """What makes up a call: its name, then its arguments piece by piece."""
+    function = FunctionDelta(name=part.name, arguments="")
+    return [
+        CallDelta(index=part.index, id=part.id, type="function", function=function),
+        *(CallDelta(index=part.index, function=FunctionDelta(arguments=text)) for text in part.fragments),
+    ]
 
 
 class CompletionFormat(_Format):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millpond.engine.chat_format import ReplyCall, ReplyText
+from millpond.engine.chat_format import Reasoning, ReplyCall
 from millpond.engine.model.dsml import (
     CALLS_BEGIN,
     CALLS_END,
@@ -33,12 +33,13 @@ def parse(pieces: list[str], **options: bool) -> list[tuple[str, ...]]:
         if isinstance(part, ReplyCall):
             parts.append(("call", part.name, *part.fragments))
             continue
-        assert part.text
-        kind = "reasoning" if part.is_reasoning else "content"
+        kind = "reasoning" if isinstance(part, Reasoning) else "content"
+        text = part.text if isinstance(part, Reasoning) else part
+        assert text
         if parts and parts[-1][0] == kind:
-            parts[-1] = (kind, parts[-1][1] + part.text)
+            parts[-1] = (kind, parts[-1][1] + text)
         else:
-            parts.append((kind, part.text))
+            parts.append((kind, text))
     return parts
 
 
@@ -159,17 +160,17 @@ def test_a_reply_may_begin_inside_a_block() -> None:
 
 def test_only_what_may_become_a_marker_is_held_back() -> None:
     parser = V41ReplyParser(is_reasoning=True, reads_calls=True)
-    assert parser.push("think <") == [ReplyText("think ", is_reasoning=True)]
+    assert parser.push("think <") == [Reasoning("think ")]
     assert parser.push("/") == []
-    assert parser.push("b") == [ReplyText("</b", is_reasoning=True)]
+    assert parser.push("b") == [Reasoning("</b")]
     assert parser.push("\n\n</think") == []
-    assert parser.push("ing") == [ReplyText("\n\n</thinking", is_reasoning=True)]
-    assert parser.push("</think>a") == [ReplyText("a", is_reasoning=False)]
-    assert parser.push("</think") == [ReplyText("</think", is_reasoning=False)]
+    assert parser.push("ing") == [Reasoning("\n\n</thinking")]
+    assert parser.push("</think>a") == ["a"]
+    assert parser.push("</think") == ["</think"]
     assert parser.push(f"{CALLS_BEGIN}\n <") == []
-    assert parser.push("b") == [ReplyText(f"{CALLS_BEGIN}\n <b", is_reasoning=False)]
+    assert parser.push("b") == [f"{CALLS_BEGIN}\n <b"]
     parser = V41ReplyParser(is_reasoning=False, reads_calls=False)
-    assert parser.push("a\n<") == [ReplyText("a\n<", is_reasoning=False)]
+    assert parser.push("a\n<") == ["a\n<"]
 
 
 def test_reasoning_ends_with_its_marker() -> None:
