@@ -36,6 +36,7 @@ from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder,
 from millpond.store.extent_put import ExtentPuts, PutRequest, PutResult, WriteTools
 from millpond.store.extent_verify import verify_extent
 from millpond.store.net.client import ShardClient, StripeRead
+from millpond.store.net.local_link import LocalLink
 from millpond.store.net.messages import (
     Done,
     Evict,
@@ -127,7 +128,7 @@ class Pool:
         token: Cluster token.
         settings: Parameters.
         clock: For dates in records.
-        open_node: Makes the way to a node; by default a TCP connection.
+        open_node: Makes the way to a node; by default a TCP connection, or its folders if the map names them.
 
     Raises:
         TransientError: The metadata does not answer.
@@ -147,8 +148,7 @@ class Pool:
         self._layout = layout
         self._metadata = metadata
         self._settings = settings = settings or PoolSettings()
-        link = settings.link
-        self._open_node = open_node or (lambda info: NodeLink(info, name=name, token=token, params=link))
+        self._open_node = open_node or (lambda info: _open_node(info, name, token, settings.link))
         self._clock = clock or SystemClock()
         self._map = metadata.pool_map(deadline_ns=self._soon_ns())
         self._links: dict[NodeId, NodePort] = {}
@@ -193,7 +193,7 @@ class Pool:
             TransientError: The metadata does not answer.
         """
         answer = self._metadata.call(
-            Match(chain.tenant, chain.domain, self._map.version),
+            Match(chain.tenant, chain.domain, self._map.version, self.window),
             chain.hashes,
             prefix=chain.hashes,
             deadline_ns=deadline_ns or self._soon_ns(),
@@ -381,10 +381,11 @@ class Pool:
         for info in self._map.nodes:
             if info.node not in self._links:
                 self._links[info.node] = self._open_node(info)
-        links = [link for link in self._links.values() if isinstance(link, NodeLink)]
-        for link in links:
+        links = [link.link if isinstance(link, LocalLink) else link for link in self._links.values()]
+        dialled = [link for link in links if isinstance(link, NodeLink)]
+        for link in dialled:
             link.dial()
-        for link in links:
+        for link in dialled:
             link.wait_up(deadline_ns=deadline_ns)
 
     def _refresh_quietly(self) -> None:
@@ -412,6 +413,12 @@ def _hit(chain: BlockChain, matched: Matched) -> Hit:
         parts.append(HitExtent(location, begin, end - begin))
         covered = end
     return Hit(chain, covered, tuple(parts))
+
+
+def _open_node(info: StorageNodeInfo, name: str, token: str, params: NodeLinkParams) -> NodePort:
+    """A node on this host is read from its folders, any other over its connection."""
+    link = NodeLink(info, name=name, token=token, params=params)
+    return LocalLink(link) if info.path else link
 
 
 def _num_shunned(epoch: PlacementEpoch, group: int, shunned: frozenset[NodeId]) -> int:
