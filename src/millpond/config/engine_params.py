@@ -19,6 +19,13 @@ class EngineParams:
     """
     numerics: str = "fast"
     """`fast`, or `exact`: a row's bits do not depend on batch, chunk borders or position in the batch."""
+    num_kept_tokens: int = 0
+    """V4.1: the decoder layers, which add no long-range KV, run on this many last tokens of a prompt only,
+    at least a window and its drafts; 0 runs them on all. Saves up to half of a prefill, and approximates:
+    the first kept tokens see a cut window. So it is off by default, and refused with `numerics` = exact:
+    where a sequence is computed again after a preemption or on another group, its prompt ends elsewhere,
+    and its text could go on differently.
+    """
     kv_memory: int = 288 * 1024 * 1024
     """Bytes of KV block memory. The default holds 101 blocks of 128 tokens of smollm2-135m in bf16."""
     max_num_seqs: int = 32

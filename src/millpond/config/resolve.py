@@ -112,6 +112,12 @@ def _check_choices(config: Config) -> None:
     ):
         if value not in choices:
             raise ConfigError(f"{path} = {value!r}: must be one of {', '.join(choices)}", param=path)
+    if config.engine.num_kept_tokens and config.engine.numerics == "exact":
+        raise ConfigError(
+            f"engine.num_kept_tokens = {config.engine.num_kept_tokens}: it approximates, so engine.numerics"
+            " = 'exact' cannot have it; use 0, or numerics = 'fast'",
+            param="engine.num_kept_tokens",
+        )
 
 
 def _check_numbers(config: Config) -> None:

@@ -179,6 +179,11 @@ def test_the_digest_tells_configs_apart():
         ("[engine]\nkv_memory = '0.5 B'", "engine.kv_memory = '0.5 B': 0.5 B is not a whole number"),
         ("[engine]\ndtype = 'int4'", "engine.dtype = 'int4': must be one of auto, bf16, fp32"),
         ("[engine]\nnumerics = 'Exact'", "engine.numerics = 'Exact': must be one of fast, exact"),
+        ("[engine]\nnum_kept_tokens = -1", "engine.num_kept_tokens = -1: must be"),
+        (
+            "[engine]\nnum_kept_tokens = 140\nnumerics = 'exact'",
+            "engine.num_kept_tokens = 140: it approximates, so engine.numerics = 'exact' cannot have it; use",
+        ),
         ("[[link]]\na = 'h0'\nnet = 'x'", "link[0].net = 'x': must be one of snic, cnic"),
         ("[engine]\nmax_num_seqs = 0", "engine.max_num_seqs = 0: must be from 1 to 65536"),
         ("[transfer]\nring_bytes = 0", "transfer.ring_bytes = 0: must be from 65536 to 1073741824"),

@@ -99,7 +99,8 @@ class V41Engine:
         shape = model.config.shape
         if 0 < num_kept_tokens < shape.ring_rows:
             raise ConfigError(
-                f"{num_kept_tokens} kept tokens; decoding looks back on {shape.ring_rows}",
+                f"engine.num_kept_tokens = {num_kept_tokens}: decoding with drafts reaches back"
+                f" {shape.ring_rows} tokens; use that or more, or 0 for all",
                 param="engine.num_kept_tokens",
             )
         self._model = model

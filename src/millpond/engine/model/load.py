@@ -67,7 +67,6 @@ def load_v41_engine(
     params: EngineParams,
     device: str = "cpu",
     *,
-    num_kept_tokens: int = 0,
     show: ShowProgress = show_nothing,
 ) -> V41Engine:
     """Load a model and allocate its caches.
@@ -76,7 +75,6 @@ def load_v41_engine(
         files: A folder that `locate_model` found.
         params: The engine's parameters.
         device: Where to compute.
-        num_kept_tokens: See `V41Engine`.
         show: Told how far loading is.
 
     Raises:
@@ -95,4 +93,4 @@ def load_v41_engine(
     layout = kv_layout(model.config.shape, numerics.kv_format)
     memory = plan_memory(layout, params.kv_memory, params.max_num_seqs)
     limit = choose_max_model_len(params.max_model_len, model.config.max_positions)
-    return V41Engine(model, memory, max_model_len=limit, num_kept_tokens=num_kept_tokens)
+    return V41Engine(model, memory, max_model_len=limit, num_kept_tokens=params.num_kept_tokens)

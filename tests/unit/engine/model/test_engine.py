@@ -172,5 +172,5 @@ def test_slots_come_first_and_blocks_get_the_rest(model):
 
 
 def test_too_few_kept_tokens_are_refused(model):
-    with pytest.raises(ConfigError, match="looks back"):
+    with pytest.raises(ConfigError, match=r"engine.num_kept_tokens = \d+: .*; use that or more, or 0"):
         make_engine(model, keep=model.config.shape.ring_rows - 1)
