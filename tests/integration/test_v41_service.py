@@ -80,8 +80,10 @@ def test_a_split_service_answers_as_an_unsplit_one_whatever_dies(
     assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * len(PROMPTS)
     assert len({text for tokens in expected for text, *_ in tokens}) > NUM_TOKENS
 
-    split = start_service(engine + "[prefill]\nmax_step_tokens = 72\n")
+    split = start_service(engine + "[prefill]\nmax_step_tokens = 72\n[decode]\nnum_draft_tokens = 3\n")
     assert complete_all(split) == expected
+    checked = 'millpond_draft_tokens_total{group="d0",source=""}'
+    wait_until(lambda: checked in httpx.get(f"{split.url}/metrics").text, 30, "drafts were checked")
     arrived = f'millpond_handoff_received_total{{group="d0",source=""}} {len(PROMPTS)}.0'
     wait_until(lambda: arrived in httpx.get(f"{split.url}/metrics").text, 30, "every prompt was handed over")
     # the decode process dies under running streams, the prefill process under prompts it has not computed

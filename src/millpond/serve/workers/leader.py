@@ -246,7 +246,7 @@ class Leader:
                 values |= {f"millpond_handoff_{name}_{k}": float(v) for k, v in asdict(side.stats()).items()}
         for stats in self._scheduler.snapshot_stats():
             for what, number in asdict(stats).items():
-                name = f"millpond_snapshots_{what}"
+                name = f"millpond_snapshots_{what}" + ("" if what == "held" else "_total")
                 values[name] = values.get(name, 0) + number
         return Telemetry(
             self._scheduler.group, self._identity.incarnation, os.getpid(), tuple(sorted(values.items()))
