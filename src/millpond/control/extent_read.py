@@ -114,6 +114,7 @@ class ReadCounts:
     narrow_reads: int = 0
     """Started with k shards: the nodes are busy or the budget is used up."""
     losers: int = 0
+    peak_in_flight_bytes: int = 0
     bad_shards: int = 0
     ends: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Per `ReadEnd`."""
@@ -315,6 +316,9 @@ class ExtentReads:
                 for shard in shards:
                     read.sent_ns[shard] = now_ns
                 self.counts.asked_bytes += started * query.num_bytes
+                self.counts.peak_in_flight_bytes = max(
+                    self.counts.peak_in_flight_bytes, self._window.in_flight_bytes
+                )
                 actions.append(StartShards(read_id, shards))
             if read.queued:
                 break
