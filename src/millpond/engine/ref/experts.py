@@ -7,6 +7,7 @@ import math
 import torch
 
 from millpond.core.work import WorkKind
+from millpond.engine.model.packed import Matrix
 from millpond.engine.ref.formats import round_fp8_ref
 from millpond.engine.ref.tally import count, multiply_ref
 
@@ -23,8 +24,8 @@ def route_ref(
 
 def expert_ref(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     weight: float,
     limit: float,
     *,
@@ -32,8 +33,7 @@ def expert_ref(
 ) -> torch.Tensor:
     """One expert's share of one token's output, float32."""
     x = round_fp8_ref(x) if is_quantised else x.float()
-    width = len(gate_up) // 2
-    gate, up = multiply_ref(gate_up[:width], x), multiply_ref(gate_up[width:], x)
+    gate, up = multiply_ref(gate_up, x).chunk(2)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     inner = gate / (1 + torch.exp(-gate)) * up * weight
     return multiply_ref(down, round_fp8_ref(inner) if is_quantised else inner)

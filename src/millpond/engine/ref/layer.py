@@ -14,6 +14,7 @@ from millpond.engine.model.engram import EngramWeights
 from millpond.engine.model.indexer import IndexerWeights
 from millpond.engine.model.mhc import MixWeights
 from millpond.engine.model.moe import MoeWeights
+from millpond.engine.model.packed import as_matrix
 from millpond.engine.model.weights import AttentionWeights, LayerWeights
 from millpond.engine.ref.attention import SeenRows, attend_ref, make_latents_ref, rms_norm_ref, rotate_ref
 from millpond.engine.ref.experts import add_engram_ref, expert_ref, route_ref
@@ -64,7 +65,7 @@ def project_ref(x: torch.Tensor, w: AttentionWeights, place: Place, config: V41C
     """Query heads and latent KV of one normed row."""
     shape, eps = config.shape, config.norm_eps
     with inside(Mechanism.PROJECTIONS):
-        low = multiply_ref(w.query_kv[: shape.q_lora_rank], x)
+        low = multiply_ref(as_matrix(w.query_kv)[: shape.q_lora_rank], x)
         kv = project_kv_ref(x, w, place, config)
         qr = rms_norm_ref(low, w.query_norm, eps)
         heads = multiply_ref(w.query, qr).split(shape.head_dim)
@@ -73,7 +74,7 @@ def project_ref(x: torch.Tensor, w: AttentionWeights, place: Place, config: V41C
 
 def project_kv_ref(x: torch.Tensor, w: AttentionWeights, place: Place, config: V41Config) -> torch.Tensor:
     """Latent KV of one normed row, rotated."""
-    latent = multiply_ref(w.query_kv[config.shape.q_lora_rank :], x)
+    latent = multiply_ref(as_matrix(w.query_kv)[config.shape.q_lora_rank :], x)
     return place.rotate(rms_norm_ref(latent, w.kv_norm, config.norm_eps))
 
 
@@ -85,7 +86,7 @@ def attention_ref(
     turned = torch.stack([rotate_ref(head, place.position, place.frequencies, sign=-1) for head in core])
     with inside(Mechanism.PROJECTIONS):
         parts = turned.flatten().chunk(len(w.out_groups))
-        low = [multiply_ref(group, part) for group, part in zip(w.out_groups, parts, strict=True)]
+        low = [multiply_ref(group, part) for group, part in zip(as_matrix(w.out_groups), parts, strict=True)]
         return multiply_ref(w.out, torch.cat(low))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.work import Mechanism, WorkKind
+from millpond.engine.model.packed import Matrix, as_matrix
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ def count(kind: WorkKind, multiply_adds: int) -> None:
     tally.multiply_adds[tally.mechanism, kind] += multiply_adds
 
 
-def multiply_ref(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def multiply_ref(weight: Matrix, row: torch.Tensor) -> torch.Tensor:
     """Weight [out, in] times one row [in], float32."""
-    count(WorkKind.LINEAR, weight.numel())
-    return weight.float() @ row.float()
+    floats = as_matrix(weight).float()
+    count(WorkKind.LINEAR, floats.numel())
+    return floats @ row.float()
