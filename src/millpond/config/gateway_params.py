@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from millpond.core.request import SloClass
 
+MAX_EFFORT = 100
+
 
 @dataclass(frozen=True, slots=True)
 class EffortParams:

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from millpond.config.gateway_params import MAX_EFFORT
 from millpond.config.sections import Config
 from millpond.config.serve_params import SuperviseParams
 from millpond.control.group_scheduler import GroupRole
@@ -150,8 +151,9 @@ def _check_numbers(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Refuse sizes that no machine has, before something tries to build them."""
+    """Refuse numbers out of range and sizes that no machine has, before something tries to build them."""
     synthetic = config.synthetic
+    efforts = dataclasses.asdict(config.gateway.efforts)
     for path, value, least, most in (
         ("engine.max_num_seqs", config.engine.max_num_seqs, 1, MAX_NUM_SEQS),
         ("synthetic.max_num_seqs", synthetic.max_num_seqs, 1, MAX_NUM_SEQS),
@@ -159,6 +161,7 @@ def _check_sizes(config: Config) -> None:
         ("synthetic.kv_bytes_per_token", synthetic.kv_bytes_per_token, 1, MIB),
         ("synthetic.vocab_size", synthetic.vocab_size, 1, MIB),
         ("transfer.ring_bytes", config.transfer.ring_bytes, 64 * KIB, GIB),
+        *((f"gateway.efforts.{name}", value, 1, MAX_EFFORT) for name, value in efforts.items()),
         *((f"group[{i}].ranks", group.ranks, 1, 1024) for i, group in enumerate(config.groups)),
     ):
         if not least <= value <= most:

@@ -186,6 +186,8 @@ def test_the_digest_tells_configs_apart():
         ),
         ("[[link]]\na = 'h0'\nnet = 'x'", "link[0].net = 'x': must be one of snic, cnic"),
         ("[engine]\nmax_num_seqs = 0", "engine.max_num_seqs = 0: must be from 1 to 65536"),
+        ("[gateway.efforts]\nmax = 101", "gateway.efforts.max = 101: must be from 1 to 100"),
+        ("[engine]\nweights = 'zip'", "engine.weights = 'zip': must be one of unpacked, packed"),
         ("[transfer]\nring_bytes = 0", "transfer.ring_bytes = 0: must be from 65536 to 1073741824"),
         (
             "[synthetic]\nnum_layers = 1_000_000_000_000",

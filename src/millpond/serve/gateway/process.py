@@ -28,7 +28,6 @@ from millpond.serve.gateway.link import ControllerLink
 from millpond.serve.gateway.model_loading import load_served_model
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.tenants import OPEN_TENANT, Tenants, load_salts
-from millpond.serve.gateway.thinking import check_efforts
 from millpond.serve.rpc import Connected, Dealer, Network, Pull
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
 
@@ -57,7 +56,6 @@ def run_gateway(config: Config, folder: RunFolder) -> None:
         ConfigError: The port is in use, the model or the tenants cannot be used.
     """
     disable_created_metrics()  # a second series per counter that nobody reads
-    check_efforts(config.gateway.efforts)
     model = load_served_model(config)
     tenant_names = [tenant.name for tenant in config.tenants] or [OPEN_TENANT]
     tenants = Tenants(config.tenants, load_salts(Path(config.supervise.state_dir), tenant_names))

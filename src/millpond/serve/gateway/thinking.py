@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TypeVar
 
-from millpond.config.gateway_params import EffortParams, GatewayParams
-from millpond.core.errors import ConfigError
+from millpond.config.gateway_params import MAX_EFFORT, GatewayParams
 from millpond.serve.gateway.bad_input import refuse, refuse_unsupported
 from millpond.serve.gateway.openai_schema import (
     ChatRequest,
@@ -19,22 +18,8 @@ from millpond.serve.gateway.openai_schema import (
     TokenizeRequest,
 )
 
-MAX_EFFORT = 100
 _OFF = "none"
 _Value = TypeVar("_Value")
-
-
-def check_efforts(efforts: EffortParams) -> None:
-    """Check the table of names.
-
-    Raises:
-        ConfigError: Naming the entry that is no effort.
-    """
-    for name, value in asdict(efforts).items():
-        if not 1 <= value <= MAX_EFFORT:
-            raise ConfigError(
-                f"gateway.efforts.{name} is {value}; give 1 to {MAX_EFFORT}", param=f"gateway.efforts.{name}"
-            )
 
 
 def pick_effort(

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from millpond.config.gateway_params import EffortParams, GatewayParams
-from millpond.core.errors import ConfigError
 from millpond.engine.model.chat_encoding import CONTROL_TEXTS
 from millpond.engine.model.config import load_config
 from millpond.engine.model.dsml import CALLS_BEGIN, DSML, render_calls
@@ -23,7 +22,6 @@ from millpond.engine.tokenizer import Tokenizer
 from millpond.engine.tokenizer_files import load_tokenizer
 from millpond.serve.gateway.model_loading import make_v41_model
 from millpond.serve.gateway.served_model import ServedModel
-from millpond.serve.gateway.thinking import check_efforts
 from tests.unit.engine.model.test_reply_parser import block, invoke, parameter
 from tests.unit.serve.gateway.fake_service import FakeService, ask, make_gateway, sse_events
 
@@ -296,9 +294,6 @@ def test_the_operator_decides_defaults_and_names(tokenizer: Tokenizer, model: Se
     assert prompt_of(tokenizer, model, params).endswith("</think>")
     assert "Effort: 25 " in prompt_of(tokenizer, model, params, reasoning_effort="low")
     assert "Effort: 50 " in prompt_of(tokenizer, model, params, thinking=True)
-    check_efforts(params.efforts)
-    with pytest.raises(ConfigError, match=r"gateway\.efforts\.max is 101"):
-        check_efforts(EffortParams(max=101))
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
