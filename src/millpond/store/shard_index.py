@@ -50,7 +50,7 @@ class ShardIndex:
         first = pack_location(segment.generation, 0)
         locations: list[int] = (directory["page"].astype("u8") + first).tolist()
         new = set(fingerprints)
-        if len(new) == len(fingerprints) and new.isdisjoint(self._locations):
+        if len(new) == len(fingerprints) and self._locations.keys().isdisjoint(new):
             self._locations.update(zip(fingerprints, locations, strict=True))
             return
         for fingerprint, location in zip(fingerprints, locations, strict=True):
