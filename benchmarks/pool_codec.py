@@ -21,7 +21,7 @@ from millpond.store.cells import Block
 from millpond.store.codec.reed_solomon import ReedSolomon
 from millpond.store.payload import PayloadShape, payload_shape
 from millpond.store.record import RecordHeader
-from millpond.store.stripe import ExtentMeta, copy_rows_out, encode_extent, encode_piece, open_rows
+from millpond.store.stripe import ExtentMeta, copy_rows_out, encode_extent, open_rows
 from millpond.store.stripe_buffer import StripeBuffer, stripe_bytes
 
 NUM_BLOCKS = 16
@@ -87,11 +87,10 @@ class PoolCodecBench:
 
     def encode_sum(self) -> Side:
         """Parity and checksums of shards that lie in their buffer."""
-        pieces = self.shape.pieces(0, len(self.shape.rows))
+        spans = self.shape.spans(0, len(self.shape.rows))
 
         def ours(buffer: StripeBuffer, _index: int) -> None:
-            for piece in pieces:
-                encode_piece(self.codec, buffer, piece)
+            self.codec.encode(buffer.shards, spans)
 
         return Side(lambda: self._rate(ours), self._memmove)
 
@@ -107,10 +106,11 @@ class PoolCodecBench:
 
     def rebuild_one(self) -> Side:
         """One lost data shard from nine others and the XOR parity."""
+        whole = [(0, self.shape.payload_bytes)]
         present = [0, 1, 2, 4, 5, 6, 7, 8, 9, 10]
 
         def ours(buffer: StripeBuffer, _index: int) -> None:
-            self.codec.decode(buffer.shards, present, [3], 0, self.shape.payload_bytes)
+            self.codec.decode(buffer.shards, present, [3], whole)
 
         return Side(lambda: self._rate(ours), self._memmove)
 

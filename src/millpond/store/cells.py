@@ -23,25 +23,53 @@ Block = NDArray[np.uint8]
 """`[block bytes]`, uint8, contiguous."""
 
 
-def gather_row(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
-    """Copy one row of all blocks into the buffer's data shards; padding becomes zero."""
-    kernels = load_kernels()
-    if kernels is None:
-        gather_row_numpy(shape, buffer, row, blocks)
-    else:
-        kernels.mp_copy_cells(*_arguments(shape, buffer, row, blocks), 1)
+class BlockCells:
+    """Blocks of one extent, to be copied to or from stripes row by row."""
+
+    def __init__(self, shape: StripeShape, blocks: Sequence[Block]) -> None:
+        """Take the blocks' addresses.
+
+        Args:
+            shape: Of the extent.
+            blocks: Its first blocks, in order.
+
+        Raises:
+            InvariantBroken: A block is not contiguous bytes of the layout's size.
+        """
+        size = shape.layout.block_bytes
+        if any(b.nbytes != size or b.dtype != np.uint8 or not b.flags.c_contiguous for b in blocks):
+            raise InvariantBroken(f"blocks are not {size} contiguous bytes")
+        self._shape = shape
+        self._blocks = blocks
+        self._addresses = [block.ctypes.data for block in blocks]
+
+    def gather(self, buffer: StripeBuffer, row: int) -> None:
+        """Copy one row of all blocks into the buffer's data shards; padding becomes zero."""
+        kernels = load_kernels()
+        if kernels is None:
+            gather_numpy(self._shape, buffer, row, self._blocks)
+        else:
+            kernels.mp_copy_cells(*self._arguments(buffer, row), 1)
+
+    def scatter(self, buffer: StripeBuffer, row: int) -> None:
+        """Copy one row out of the buffer's data shards into all blocks."""
+        kernels = load_kernels()
+        if kernels is None:
+            scatter_numpy(self._shape, buffer, row, self._blocks)
+        else:
+            kernels.mp_copy_cells(*self._arguments(buffer, row), 0)
+
+    def _arguments(self, buffer: StripeBuffer, row: int) -> tuple[int, int, int, int, bytes, int, int]:
+        cut, count = _cut(self._shape, row), len(self._addresses)
+        is_same = buffer.shape.k == self._shape.k and buffer.shape.column_bytes[row] == cut.column_bytes
+        if count > buffer.shape.num_blocks or not is_same:
+            raise InvariantBroken(f"{count} blocks of another shape than the buffer's")
+        columns = buffer.shards.addresses[0] + buffer.shape.row_offsets[row]
+        cells = struct.pack(f"{count}P", *[address + cut.begin for address in self._addresses])
+        return columns, buffer.stride, cut.column_bytes, buffer.shape.k, cells, cut.end - cut.begin, count
 
 
-def scatter_row(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
-    """Copy one row out of the buffer's data shards into the first `len(blocks)` blocks."""
-    kernels = load_kernels()
-    if kernels is None:
-        scatter_row_numpy(shape, buffer, row, blocks)
-    else:
-        kernels.mp_copy_cells(*_arguments(shape, buffer, row, blocks), 0)
-
-
-def gather_row_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
+def gather_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
     """Twin of the native loop, and what is used without a compiler."""
     view, cut = buffer.row(row), _cut(shape, row)
     for index, block in enumerate(blocks):
@@ -54,7 +82,7 @@ def gather_row_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks:
             view[index, cut.num_full + 1 :] = 0
 
 
-def scatter_row_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
+def scatter_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]) -> None:
     """Twin of the native loop, and what is used without a compiler."""
     view, cut = buffer.row(row), _cut(shape, row)
     for index, block in enumerate(blocks):
@@ -62,21 +90,6 @@ def scatter_row_numpy(shape: StripeShape, buffer: StripeBuffer, row: int, blocks
         cell[: cut.full_bytes].reshape(cut.num_full, cut.column_bytes)[:] = view[index, : cut.num_full]
         if cut.rest_bytes:
             cell[cut.full_bytes :] = view[index, cut.num_full, : cut.rest_bytes]
-
-
-def _arguments(
-    shape: StripeShape, buffer: StripeBuffer, row: int, blocks: Sequence[Block]
-) -> tuple[int, int, int, int, bytes, int, int]:
-    cut = _cut(shape, row)
-    fits = len(blocks) <= buffer.shape.num_blocks and buffer.shape.k == shape.k
-    if not fits or buffer.shape.column_bytes[row] != cut.column_bytes:
-        raise InvariantBroken(f"{len(blocks)} blocks of another shape than the buffer's")
-    if any(block.nbytes < cut.end or not block.flags.c_contiguous for block in blocks):
-        raise InvariantBroken("blocks are not whole and contiguous")
-    cells = [block.ctypes.data + cut.begin for block in blocks]
-    columns = buffer.shards.addresses[0] + buffer.shape.row_offsets[row]
-    pointers = struct.pack(f"{len(cells)}P", *cells)
-    return columns, buffer.stride, cut.column_bytes, shape.k, pointers, cut.end - cut.begin, len(cells)
 
 
 class _Cut(NamedTuple):

@@ -1,4 +1,4 @@
-"""Shape of a shard's payload: its rows, and the pieces of them that stand under one checksum.
+"""Shape of a shard's payload: its rows, and the spans of them that stand under one checksum.
 
 It follows from a layout (`payload_shape`) or stands in a record's header, so that whoever rebuilds or scrubs
 needs no layout.
@@ -30,17 +30,6 @@ class RowPiece(NamedTuple):
     def num_checks(self) -> int:
         """Checksums of the row."""
         return ceil_div(self.num_bytes, self.check_bytes)
-
-
-class Piece(NamedTuple):
-    """The bytes under one checksum: what is coded and verified at once."""
-
-    row: int
-    group: int
-    """Index within the row."""
-    begin: int
-    """Within the payload."""
-    end: int
 
 
 @dataclass(frozen=True)
@@ -135,17 +124,18 @@ class PayloadShape:
         """Shape of what a read of the first `num_columns` columns of all rows gives."""
         return _narrowed(self, self.readable_columns(num_columns))
 
-    def pieces(self, begin_row: int, end_row: int) -> tuple[Piece, ...]:
-        """Rows `[begin_row, end_row)` by checksum."""
-        return self._pieces[self.first_checks[begin_row] : self.first_checks[end_row]]
+    def spans(self, begin_row: int, end_row: int) -> tuple[tuple[int, int], ...]:
+        """Ranges of the payload under one checksum each, in rows `[begin_row, end_row)`."""
+        return self._spans[self.first_checks[begin_row] : self.first_checks[end_row]]
 
     @cached_property
-    def _pieces(self) -> tuple[Piece, ...]:
-        found: list[Piece] = []
-        for index, row in enumerate(self.rows):
+    def _spans(self) -> tuple[tuple[int, int], ...]:
+        found: list[tuple[int, int]] = []
+        for row in self.rows:
             end = row.offset + row.num_bytes
-            for group, begin in enumerate(range(row.offset, end, row.check_bytes)):
-                found.append(Piece(index, group, begin, min(begin + row.check_bytes, end)))
+            found.extend(
+                (at, min(at + row.check_bytes, end)) for at in range(row.offset, end, row.check_bytes)
+            )
         return tuple(found)
 
 

@@ -10,6 +10,7 @@ the bytes are, parsing gives either exactly the header that was packed or a `Dat
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from millpond.core.errors import ChecksumMismatch, DataError, InvariantBroken, W
 from millpond.core.extents import COLUMN_ALIGN_BYTES, ExtentId, StripeId, StripeShape
 from millpond.core.units import KIB, align_up
 from millpond.store.codec.checksum import checksum
-from millpond.store.payload import PayloadShape, Piece, RowPiece, payload_shape
+from millpond.store.payload import PayloadShape, RowPiece, payload_shape
 
 MAGIC = b"MPEX"
 FORMAT = 1
@@ -37,6 +38,7 @@ _FIXED = struct.Struct(
     "QIIBBHHH"  # created, tenant, first block, expiry class, 0, rows, checks, 0
     "I"  # payload bytes
 )
+_SHARD_AT = struct.calcsize("<4sHHBBB")
 _GENERATION_AT = struct.calcsize("<4sHHBBBB")
 _GENERATION = struct.Struct("<Q")
 _ROW = struct.Struct("<III")
@@ -113,9 +115,13 @@ class RecordHeader:
             self.expiry_class,
         )
 
-    def check_of(self, piece: Piece) -> int:
-        """Checksum of a piece of the payload, or of the payload narrowed to leading columns."""
-        return self.checks[self.shape.first_checks[piece.row] + piece.group]
+    def checks_of(self, begin_row: int, end_row: int, num_columns: int) -> tuple[int, ...]:
+        """Checksums of rows `[begin_row, end_row)`, of each the first `readable_columns`, in order."""
+        firsts, shape = self.shape.first_checks, self.shape.narrowed(num_columns)
+        if shape is self.shape:
+            return self.checks[firsts[begin_row] : firsts[end_row]]
+        counts = ((firsts[row], shape.rows[row].num_checks) for row in range(begin_row, end_row))
+        return tuple(check for first, count in counts for check in self.checks[first : first + count])
 
     def check_fits(self, shape: StripeShape) -> None:
         """Check that the record is one shard of a stripe of this shape.
@@ -185,6 +191,21 @@ def pack_header(header: RecordHeader) -> bytes:
     rows = b"".join(_ROW.pack(*row) for row in shape.rows)
     body = (fixed + header.hashes + rows + checks).ljust(size - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(checksum(body))
+
+
+def pack_headers(headers: Sequence[RecordHeader]) -> list[bytes]:
+    """Pack the headers of one stripe; what they share is packed once."""
+    model = bytearray(pack_header(headers[0]))
+    body_end = len(model) - _CHECKSUM.size
+    checks = struct.Struct(f"<{headers[0].shape.num_checks}Q")
+    checks_at = _FIXED.size + len(headers[0].hashes) + _ROW.size * len(headers[0].shape.rows)
+    packed: list[bytes] = []
+    for header in headers:
+        model[_SHARD_AT] = header.shard
+        checks.pack_into(model, checks_at, *header.checks)
+        _CHECKSUM.pack_into(model, body_end, checksum(memoryview(model)[:body_end]))
+        packed.append(bytes(model))
+    return packed
 
 
 def peek_header_bytes(data: Bytes) -> int:
@@ -329,11 +350,8 @@ def check_rows(header: RecordHeader, data: Bytes, begin_row: int, end_row: int, 
     ranges = header.shape.read_ranges(begin_row, end_row, num_columns)
     if len(data) != sum(size for _, size in ranges):
         raise ChecksumMismatch(f"{len(data)} bytes of rows", code="record.payload")
-    shape = header.shape.narrowed(num_columns)
-    view = memoryview(data)
-    base = shape.row_offsets[begin_row]
-    for piece in shape.pieces(begin_row, end_row):
-        if checksum(view[piece.begin - base : piece.end - base]) != header.check_of(piece):
-            raise ChecksumMismatch(
-                f"row {piece.row} of shard {header.shard} is damaged", code="record.payload"
-            )
+    spans = header.shape.narrowed(num_columns).spans(begin_row, end_row)
+    view, base = memoryview(data), spans[0][0]
+    for (begin, end), check in zip(spans, header.checks_of(begin_row, end_row, num_columns), strict=True):
+        if checksum(view[begin - base : end - base]) != check:
+            raise ChecksumMismatch(f"shard {header.shard} is damaged", code="record.payload")

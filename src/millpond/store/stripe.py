@@ -15,11 +15,11 @@ import numpy as np
 
 from millpond.core.errors import ExtentLost, InvalidRequest, InvariantBroken
 from millpond.core.extents import ExtentId, StripeId, StripeShape
-from millpond.store.cells import Block, gather_row, scatter_row
-from millpond.store.codec.backend import checksums
+from millpond.store.cells import Block, BlockCells
+from millpond.store.codec.backend import Checksums, Span, checksums
 from millpond.store.codec.reed_solomon import ReedSolomon
-from millpond.store.payload import Piece, payload_shape
-from millpond.store.record import RecordHeader, pack_header
+from millpond.store.payload import payload_shape
+from millpond.store.record import RecordHeader, pack_headers
 from millpond.store.stripe_buffer import StripeBuffer
 
 
@@ -64,12 +64,13 @@ def encode_extent(
     _check_blocks(shape, blocks)
     if meta.extent.num_blocks != shape.num_blocks or buffer.shape != payload_shape(shape):
         raise InvariantBroken(f"extent of {meta.extent.num_blocks} blocks, shape of {shape.num_blocks}")
+    cells = BlockCells(shape, blocks)
     checks: list[list[int]] = [[] for _ in range(shape.num_shards)]
-    for piece in buffer.shape.pieces(0, len(buffer.shape.rows)):
-        if piece.group == 0:
-            gather_row(shape, buffer, piece.row, blocks)
-        for found, check in zip(checks, encode_piece(codec, buffer, piece), strict=True):
-            found.append(check)
+    for row in range(len(buffer.shape.rows)):
+        cells.gather(buffer, row)
+        sums = codec.encode(buffer.shards, buffer.shape.spans(row, row + 1))
+        for found, of_row in zip(checks, sums, strict=True):
+            found.extend(of_row)
     headers = [
         RecordHeader(
             extent=meta.extent,
@@ -89,14 +90,8 @@ def encode_extent(
         )
         for shard, found in enumerate(checks)
     ]
-    for header in headers:
-        _write_header(buffer, header)
+    _write_headers(buffer, headers)
     return headers
-
-
-def encode_piece(codec: ReedSolomon, buffer: StripeBuffer, piece: Piece) -> list[int]:
-    """Compute the parity of a piece; return its checksums by shard."""
-    return codec.encode(buffer.shards, piece.begin, piece.end - piece.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +127,9 @@ def open_rows(
     """
     corrupt: set[int] = set()
     is_complete = True
-    for piece in buffer.shape.pieces(begin_row, end_row):
-        good = _repair_piece(codec, buffer, headers, range(codec.k), piece)
-        corrupt.update(headers.keys() - good)
-        is_complete &= len(good) >= codec.k
+    for intact in _repair(codec, buffer, headers, range(codec.k), begin_row, end_row):
+        corrupt.update(headers.keys() - intact)
+        is_complete &= len(intact) >= codec.k
     return OpenedRows(frozenset(corrupt), is_complete)
 
 
@@ -156,17 +150,17 @@ def rebuild_shards(
     Raises:
         ExtentLost: Fewer than k intact pieces somewhere.
     """
-    checks: dict[int, list[int]] = {shard: [] for shard in wanted}
-    for piece in buffer.shape.pieces(0, len(buffer.shape.rows)):
-        good = _repair_piece(codec, buffer, headers, wanted, piece)
-        if len(good) < codec.k:
-            raise ExtentLost(f"{len(good)} intact shards of {codec.k}", code="pool.lost")
-        for shard, found in checks.items():
-            found.extend(checksums(buffer.shards, piece.begin, piece.end - piece.begin, [shard]))
+    num_rows = len(buffer.shape.rows)
+    for intact in _repair(codec, buffer, headers, wanted, 0, num_rows):
+        if len(intact) < codec.k:
+            raise ExtentLost(f"{len(intact)} intact shards of {codec.k}", code="pool.lost")
+    sums = checksums(buffer.shards, buffer.shape.spans(0, num_rows), wanted)
     model = next(iter(headers.values()))
-    made = [replace(model, shard=shard, checks=tuple(found), generation=0) for shard, found in checks.items()]
-    for header in made:
-        _write_header(buffer, header)
+    made = [
+        replace(model, shard=shard, checks=found, generation=0)
+        for shard, found in zip(wanted, sums, strict=True)
+    ]
+    _write_headers(buffer, made)
     return made
 
 
@@ -182,38 +176,59 @@ def copy_rows_out(
         end_row: One past the last.
         blocks: Each `[block bytes]`, uint8, for the first `len(blocks)` blocks of the buffer.
     """
+    cells = BlockCells(shape, blocks)
     for row in range(begin_row, end_row):
-        scatter_row(shape, buffer, row, blocks)
+        cells.scatter(buffer, row)
 
 
-def _repair_piece(
+def _repair(
     codec: ReedSolomon,
     buffer: StripeBuffer,
     headers: Mapping[int, RecordHeader],
     wanted: Sequence[int],
-    piece: Piece,
-) -> list[int]:
-    """Make a piece of the wanted shards right; return the intact ones at hand, ascending.
+    begin_row: int,
+    end_row: int,
+) -> list[set[int]]:
+    """Make rows of the wanted shards right; return, per span, which of the shards at hand are intact there.
 
-    The shards at hand are first taken to be intact, so that verifying and rebuilding are one pass; only if
-    some are not, the piece is rebuilt again without them. Nothing is rebuilt from fewer than k.
+    The shards at hand are first taken to be intact, so that verifying and rebuilding are one pass. Only if
+    some are not, the spans where that shows are rebuilt again without them.
     """
-    good = sorted(headers)
-    size = piece.end - piece.begin
-    while True:
-        if len(good) < codec.k:
-            sums = checksums(buffer.shards, piece.begin, size, good)
-        else:
-            missing = [shard for shard in wanted if shard not in good]
-            sums = codec.decode(buffer.shards, good, missing, piece.begin, size, good)
-        intact = [s for s, found in zip(good, sums, strict=True) if found == headers[s].check_of(piece)]
-        if len(intact) == len(good):
-            return intact
-        good = intact
+    spans = buffer.shape.spans(begin_row, end_row)
+    columns = buffer.shape.num_blocks
+    expected = {s: header.checks_of(begin_row, end_row, columns) for s, header in headers.items()}
+    everywhere = set(headers)
+    found = _try(codec, buffer, sorted(headers), wanted, spans)
+    if all(found[shard] == expected[shard] for shard in headers):
+        return [everywhere] * len(spans)
+    intact_at: list[set[int]] = []
+    for i, span in enumerate(spans):
+        intact = {shard for shard in headers if found[shard][i] == expected[shard][i]}
+        if intact != everywhere:
+            _try(codec, buffer, sorted(intact), wanted, [span])
+        intact_at.append(intact)
+    return intact_at
 
 
-def _write_header(buffer: StripeBuffer, header: RecordHeader) -> None:
-    buffer.record(header.shard)[: buffer.header_bytes] = pack_header(header)
+def _try(
+    codec: ReedSolomon,
+    buffer: StripeBuffer,
+    at_hand: Sequence[int],
+    wanted: Sequence[int],
+    spans: Sequence[Span],
+) -> dict[int, Checksums]:
+    """Rebuild from the shards at hand, unless they are too few, and return their checksums."""
+    if len(at_hand) < codec.k:
+        sums = checksums(buffer.shards, spans, at_hand)
+    else:
+        missing = [shard for shard in wanted if shard not in at_hand]
+        sums = codec.decode(buffer.shards, at_hand, missing, spans, at_hand)
+    return dict(zip(at_hand, sums, strict=True))
+
+
+def _write_headers(buffer: StripeBuffer, headers: Sequence[RecordHeader]) -> None:
+    for header, packed in zip(headers, pack_headers(headers), strict=True):
+        buffer.record(header.shard)[: buffer.header_bytes] = packed
 
 
 def _check_blocks(shape: StripeShape, blocks: Sequence[Block]) -> None:

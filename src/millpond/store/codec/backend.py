@@ -1,9 +1,8 @@
-"""What a codec needs from a backend: linear combinations of shards, and which backend there is."""
+"""What a codec needs from a backend: linear combinations of shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -13,9 +12,14 @@ from millpond.core.errors import InvariantBroken
 from millpond.core.extents import COLUMN_ALIGN_BYTES
 from millpond.store.codec.checksum import checksum
 from millpond.store.codec.gf256 import Matrix
-from millpond.store.codec.native import load_kernels
 
 Memory = NDArray[np.uint8]
+
+Span = tuple[int, int]
+"""Bytes `[begin, end)` within every shard, not empty, both multiples of 64."""
+
+Checksums = tuple[int, ...]
+"""One for each span."""
 
 
 class ShardMemory:
@@ -52,27 +56,27 @@ class ShardMemory:
         self.addresses = tuple(memory.ctypes.data + begin for begin in self.begins)
         """The same as addresses."""
 
-    def check_range(self, begin: int, num_bytes: int) -> None:
-        """Check a range within the shards.
+    def check_spans(self, spans: Sequence[Span]) -> None:
+        """Check ranges within the shards.
 
         Raises:
-            InvariantBroken: It is outside or not aligned to 64 bytes.
+            InvariantBroken: One is empty, outside or not aligned to 64 bytes.
         """
-        is_aligned = (begin | num_bytes) % COLUMN_ALIGN_BYTES == 0
-        if begin < 0 or num_bytes < 0 or begin + num_bytes > self.shard_bytes or not is_aligned:
-            raise InvariantBroken(f"bytes [{begin}, {begin + num_bytes}) of shards of {self.shard_bytes}")
+        for begin, end in spans:
+            if not 0 <= begin < end <= self.shard_bytes or (begin | end) % COLUMN_ALIGN_BYTES:
+                raise InvariantBroken(f"bytes [{begin}, {end}) of shards of {self.shard_bytes}")
 
 
 class Combine(Protocol):
     """One linear map over GF(256) from some shards to others, ready to be applied to any range of them."""
 
     def __call__(
-        self, shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int] = ()
-    ) -> list[int]:
-        """Compute `num_bytes` from `begin` on of every output; both multiples of 64.
+        self, shards: ShardMemory, spans: Sequence[Span], summed: Sequence[int] = ()
+    ) -> list[Checksums]:
+        """Compute the bytes of all spans of every output.
 
         Returns:
-            Checksums of the same range of the shards in `summed`, which may be outputs.
+            For each shard in `summed`, which may be an output, the checksum of each span.
         """
         ...
 
@@ -93,20 +97,8 @@ class Backend(Protocol):
         ...
 
 
-def checksums(shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int]) -> list[int]:
-    """Checksums of one range of some shards."""
+def checksums(shards: ShardMemory, spans: Sequence[Span], summed: Sequence[int]) -> list[Checksums]:
+    """For each shard in `summed` the checksum of each span."""
     view = shards.memory.data
-    return [checksum(view[at + begin : at + begin + num_bytes]) for at in (shards.begins[s] for s in summed)]
-
-
-@cache
-def default_backend() -> Backend:
-    """ISA-L if this machine has it, else numba; all give the same bytes."""
-    from millpond.store.codec.isal import IsalBackend, load_isal  # noqa: PLC0415 - reaches for a library
-
-    library = load_isal()
-    if library is not None:
-        return IsalBackend(library, load_kernels())
-    from millpond.store.codec.numba_backend import NumbaBackend  # noqa: PLC0415 - half a second to import
-
-    return NumbaBackend()
+    at = [shards.begins[shard] for shard in summed]
+    return [tuple(checksum(view[base + begin : base + end]) for begin, end in spans) for base in at]

@@ -7,11 +7,12 @@ import ctypes.util
 import struct
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from millpond.store.codec.backend import Combine, ShardMemory, checksums
+from millpond.store.codec.backend import Checksums, Combine, ShardMemory, Span, checksums
 from millpond.store.codec.gf256 import Matrix
 from millpond.store.codec.native import MIN_SUM_BYTES
 
@@ -100,33 +101,41 @@ class _IsalCombine:
         self._kernels = kernels
 
     def __call__(
-        self, shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int] = ()
-    ) -> list[int]:
-        shards.check_range(begin, num_bytes)
+        self, shards: ShardMemory, spans: Sequence[Span], summed: Sequence[int] = ()
+    ) -> list[Checksums]:
+        shards.check_spans(spans)
         addresses = shards.addresses
-        coded = [addresses[shard] + begin for shard in self._coded]
+        coded = [addresses[shard] for shard in self._coded]
         is_xor = self._is_xor and coded[0] % _XOR_ALIGN_BYTES == 0
-        if summed and self._kernels is not None and num_bytes >= MIN_SUM_BYTES:
-            sums = bytearray(8 * len(summed))
-            self._kernels.mp_code_piece(
+        if self._kernels is not None and all(end - begin >= MIN_SUM_BYTES for begin, end in spans):
+            count = len(spans) * len(summed)
+            sums = bytearray(8 * count + 8)
+            self._kernels.mp_code_spans(
                 self._xor_at if is_xor else self._encode_at,
                 None if is_xor else self._tables_at,
                 _pointers(coded),
                 len(self._sources),
                 len(self._outputs),
-                _pointers([addresses[shard] + begin for shard in summed]),
+                _pointers([addresses[shard] for shard in summed]),
                 len(summed),
-                num_bytes,
+                struct.pack(f"{2 * len(spans)}q", *chain.from_iterable(spans)),
+                len(spans),
                 (ctypes.c_char * len(sums)).from_buffer(sums),
             )
-            return list(struct.unpack(f"{len(summed)}Q", sums))
+            found = struct.unpack_from(f"{count}Q", sums)
+            return [found[i : i + len(spans)] for i in range(0, count, len(spans))]
+        if self._outputs:
+            for begin, end in spans:
+                self._code([address + begin for address in coded], end - begin, is_xor)
+        return checksums(shards, spans, summed)
+
+    def _code(self, coded: list[int], num_bytes: int, is_xor: bool) -> None:
         if is_xor:
             self._xor(len(coded), num_bytes, _pointers(coded))
-        elif self._outputs:
-            at = len(self._sources)
-            sources, outputs = _pointers(coded[:at]), _pointers(coded[at:])
-            self._encode(num_bytes, at, len(self._outputs), self._tables_at, sources, outputs)
-        return checksums(shards, begin, num_bytes, summed)
+            return
+        at = len(self._sources)
+        sources, outputs = _pointers(coded[:at]), _pointers(coded[at:])
+        self._encode(num_bytes, at, len(self._outputs), self._tables_at, sources, outputs)
 
 
 def _pointers(addresses: list[int]) -> bytes:

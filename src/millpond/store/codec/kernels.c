@@ -124,35 +124,63 @@ static uint64_t sum_finish(const sum_state *state, const uint8_t *last, long num
 typedef void (*encode_fn)(int, int, int, uint8_t *, uint8_t **, uint8_t **);
 typedef int (*xor_fn)(int, int, void **);
 
-/* Combine `num_bytes` of the sources into the outputs, which follow them in `coded`, and write the checksums
- * of the `summed` ranges, which are to be taken after that. Without outputs only the checksums. */
-void mp_code_piece(void *combine, uint8_t *tables, uint8_t **coded, int num_sources, int num_outputs,
-                   uint8_t **summed, int num_sums, long num_bytes, uint64_t *sums) {
-    const sum_state start = {{PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3}, {PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1}};
+static void code_span(void *combine, uint8_t *tables, uint8_t **coded, int num_sources, int num_outputs,
+                      uint8_t **summed, int num_sums, long begin, long end, uint64_t *sums, long sums_stride) {
+    const sum_state start = {{PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3},
+                             {PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1}};
     sum_state states[MAX_SHARDS];
     uint8_t *at[MAX_SHARDS];
     for (int s = 0; s < num_sums; s++)
         states[s] = start;
-    for (long begin = 0; begin < num_bytes; begin += SLICE) {
-        long size = num_bytes - begin < SLICE ? num_bytes - begin : SLICE;
+    for (long slice = begin; slice < end; slice += SLICE) {
+        long size = end - slice < SLICE ? end - slice : SLICE;
         if (num_outputs) {
             for (int s = 0; s < num_sources + num_outputs; s++)
-                at[s] = coded[s] + begin;
+                at[s] = coded[s] + slice;
             if (tables)
                 ((encode_fn)combine)((int)size, num_sources, num_outputs, tables, at, at + num_sources);
             else
                 ((xor_fn)combine)(num_sources + 1, (int)size, (void **)at);
         }
-        long count = size / STRIPE - (begin + size == num_bytes); /* the last stripe is taken in at the end */
+        long count = size / STRIPE - (slice + size == end); /* the last stripe is taken in by sum_finish */
         for (int s = 0; s < num_sums; s++)
-            sum_update(&states[s], summed[s] + begin, count);
+            sum_update(&states[s], summed[s] + slice, count);
     }
     for (int s = 0; s < num_sums; s++)
-        sums[s] = sum_finish(&states[s], summed[s] + num_bytes - STRIPE, num_bytes);
+        sums[s * sums_stride] = sum_finish(&states[s], summed[s] + end - STRIPE, end - begin);
+}
+
+/* For every span [begin, end) combine the sources into the outputs, which follow them in `coded`, and then take
+ * the checksums of `summed`: sums[shard][span]. Without outputs only the checksums. */
+void mp_code_spans(void *combine, uint8_t *tables, uint8_t **coded, int num_sources, int num_outputs,
+                   uint8_t **summed, int num_sums, const int64_t *spans, long num_spans, uint64_t *sums) {
+    for (long i = 0; i < num_spans; i++)
+        code_span(combine, tables, coded, num_sources, num_outputs, summed, num_sums, (long)spans[2 * i],
+                  (long)spans[2 * i + 1], sums + i, num_spans);
+}
+
+/* Copy a column. The C library would use string instructions from 2 KiB on, which are slow to start. */
+static void copy_column(uint8_t *to, const uint8_t *from, long size, int past_cache) {
+    long done = 0;
+#ifdef __AVX2__
+    if (past_cache && (uintptr_t)to % 32 == 0) {
+        for (; done + 64 <= size; done += 64) {
+            _mm256_stream_si256((__m256i *)(to + done), (__m256i)load(from + done));
+            _mm256_stream_si256((__m256i *)(to + done + 32), (__m256i)load(from + done + 32));
+        }
+    }
+#endif
+    for (; done + 64 <= size; done += 64) {
+        lanes low = load(from + done), high = load(from + done + 32);
+        *(lanes_u *)(to + done) = low;
+        *(lanes_u *)(to + done + 32) = high;
+    }
+    memcpy(to + done, from + done, (size_t)(size - done));
 }
 
 /* Copy cells of `cell_bytes` between blocks and their columns: column c of block b is at
- * columns + c * stride + b * column_bytes. To the columns, padding is zeroed. */
+ * columns + c * stride + b * column_bytes. To the columns, which are coded next, padding is zeroed; to the
+ * blocks, which nobody reads soon, the copy goes past the cache. */
 void mp_copy_cells(uint8_t *columns, long stride, long column_bytes, long num_columns, uint8_t **cells,
                    long cell_bytes, long num_blocks, int to_columns) {
     for (long b = 0; b < num_blocks; b++) {
@@ -161,11 +189,14 @@ void mp_copy_cells(uint8_t *columns, long stride, long column_bytes, long num_co
             long rest = cell_bytes - c * column_bytes;
             long size = rest < 0 ? 0 : rest < column_bytes ? rest : column_bytes;
             if (to_columns) {
-                memcpy(column, cell, (size_t)size);
+                copy_column(column, cell, size, 0);
                 memset(column + size, 0, (size_t)(column_bytes - size));
             } else {
-                memcpy(cell, column, (size_t)size);
+                copy_column(cell, column, size, 1);
             }
         }
     }
+#ifdef __AVX2__
+    _mm_sfence();
+#endif
 }

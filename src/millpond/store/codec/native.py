@@ -31,8 +31,8 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(str(path))
     p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.mp_code_piece.argtypes = [p, p, p, i, i, p, i, n, p]
-    library.mp_code_piece.restype = None
+    library.mp_code_spans.argtypes = [p, p, p, i, i, p, i, p, n, p]
+    library.mp_code_spans.restype = None
     library.mp_copy_cells.argtypes = [p, n, n, n, p, n, n, i]
     library.mp_copy_cells.restype = None
     return library

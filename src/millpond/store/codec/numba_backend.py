@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import int64, njit, uint8, uint64, void
 
-from millpond.store.codec.backend import Combine, ShardMemory, checksums
+from millpond.store.codec.backend import Checksums, Combine, ShardMemory, Span, checksums
 from millpond.store.codec.gf256 import Matrix
 
 _WORD_BYTES = 8
@@ -67,12 +67,13 @@ class NumbaBackend:
         matrix = np.ascontiguousarray(coefficients)
         from_shards, to_shards = list(sources), list(outputs)
 
-        def apply(shards: ShardMemory, begin: int, num_bytes: int, summed: Sequence[int] = ()) -> list[int]:
-            shards.check_range(begin, num_bytes)
+        def apply(shards: ShardMemory, spans: Sequence[Span], summed: Sequence[int] = ()) -> list[Checksums]:
+            shards.check_spans(spans)
             memory = shards.memory
             words = memory[: memory.size // _WORD_BYTES * _WORD_BYTES].view(np.uint64)
-            at = (np.array(shards.begins, np.int64) + begin) // _WORD_BYTES
-            _combine(matrix, words, at[from_shards], at[to_shards], num_bytes // _WORD_BYTES)
-            return checksums(shards, begin, num_bytes, summed)
+            for begin, end in spans:
+                at = (np.array(shards.begins, np.int64) + begin) // _WORD_BYTES
+                _combine(matrix, words, at[from_shards], at[to_shards], (end - begin) // _WORD_BYTES)
+            return checksums(shards, spans, summed)
 
         return apply

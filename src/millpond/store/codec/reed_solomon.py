@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from millpond.core.errors import InvariantBroken
-from millpond.store.codec.backend import Backend, Combine, ShardMemory, default_backend
+from millpond.store.codec.backend import Backend, Checksums, Combine, ShardMemory, Span
+from millpond.store.codec.choose import default_backend
 from millpond.store.codec.gf256 import coding_matrix, invert_matrix, matrix_product
 
 MAX_PARITY = 4
@@ -35,46 +36,39 @@ class ReedSolomon:
         self._encode = self.backend.combine(self.matrix[k:], range(k), parity)
         self._pattern = lru_cache(_CACHED_PATTERNS)(self._make_pattern)
 
-    def encode(self, shards: ShardMemory, begin: int, num_bytes: int) -> list[int]:
-        """Compute bytes `[begin, begin + num_bytes)` of the parity shards from those of the data shards.
-
-        Args:
-            shards: All k + m.
-            begin: A multiple of 64, as is the next.
-            num_bytes: How many.
+    def encode(self, shards: ShardMemory, spans: Sequence[Span]) -> list[Checksums]:
+        """Compute spans of the parity shards from those of the data shards.
 
         Returns:
-            Checksums of that range of all k + m shards.
+            Of each of the k + m shards the checksum of each span.
         """
-        return self._encode(shards, begin, num_bytes, range(self.k + self.m))
+        return self._encode(shards, spans, range(self.k + self.m))
 
     def decode(
         self,
         shards: ShardMemory,
         present: Sequence[int],
         wanted: Sequence[int],
-        begin: int,
-        num_bytes: int,
+        spans: Sequence[Span],
         summed: Sequence[int] = (),
-    ) -> list[int]:
-        """Compute bytes `[begin, begin + num_bytes)` of shards, data or parity, from those of k others.
+    ) -> list[Checksums]:
+        """Compute spans of shards, data or parity, from those of k others.
 
         Args:
             shards: All k + m.
             present: At least k shards in order of preference; the first k are read.
             wanted: Shards to compute, none of them among those k.
-            begin: A multiple of 64, as is the next.
-            num_bytes: How many.
+            spans: Where.
             summed: Shards to take checksums of, present or wanted.
 
         Returns:
-            Checksums of that range of the shards in `summed`.
+            Of each shard in `summed` the checksum of each span.
 
         Raises:
             InvariantBroken: Fewer than k shards, or a wanted one is among them.
         """
         combine = self._pattern(tuple(sorted(present[: self.k])), tuple(wanted))
-        return combine(shards, begin, num_bytes, summed)
+        return combine(shards, spans, summed)
 
     def _make_pattern(self, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Combine:
         if len(set(sources)) != self.k or set(sources) & set(wanted):
