@@ -8,6 +8,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define LANES 8
 #define UNROLL _Pragma("GCC unroll 8")
@@ -32,12 +35,26 @@ INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
-INLINE vf widen(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_u *)p, vu) << 16); }
+/* gcc 12 takes several instructions for each of these where one does */
+#ifdef __AVX2__
+INLINE vu widen_halves(const uint16_t *p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vu widen_bytes(const uint8_t *p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE void narrow_halves(uint16_t *p, vu x) { /* numbers below 2^16 */
+    __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(pairs));
+}
+#else
+INLINE vu widen_halves(const uint16_t *p) { return __builtin_convertvector(*(const vh_u *)p, vu); }
+INLINE vu widen_bytes(const uint8_t *p) { return __builtin_convertvector(*(const vb_u *)p, vu); }
+INLINE void narrow_halves(uint16_t *p, vu x) { *(vh_u *)p = __builtin_convertvector(x, vh); }
+#endif
+
+INLINE vf widen(const bf16 *p) { return (vf)(widen_halves(p) << 16); }
 INLINE vf round_bf16(vf x) { /* to nearest, ties to even */
     vu u = (vu)x;
     return (vf)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
 }
-INLINE void narrow(bf16 *p, vf x) { *(vh_u *)p = __builtin_convertvector((vu)round_bf16(x) >> 16, vh); }
+INLINE void narrow(bf16 *p, vf x) { narrow_halves(p, (vu)round_bf16(x) >> 16); }
 
 INLINE float sum_lanes(vf x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 INLINE float max_lanes(vf x) {
@@ -100,7 +117,7 @@ INLINE vu bytes_e4m3(vf x) {
     return (normal & ~(vu)is_small) | (small & (vu)is_small) | (((vu)x >> 24) & 0x80u);
 }
 INLINE vf values_e4m3(const uint8_t *p) {
-    vu b = __builtin_convertvector(*(const vb_u *)p, vu), m = b & 0x7fu;
+    vu b = widen_bytes(p), m = b & 0x7fu;
     vf normal = (vf)((m + 960u) << 20);
     vf small = __builtin_convertvector((vi)m, vf) * 0.001953125f;
     vf v = choose((vi)m < 8, small, normal);
@@ -108,7 +125,14 @@ INLINE vf values_e4m3(const uint8_t *p) {
     return (vf)((vu)v | ((b & 0x80u) << 24));
 }
 
-static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+/* Values of the eight E2M1 codes in four bytes. */
+INLINE vf values_e2m1(const uint8_t *p) {
+    uint32_t word;
+    memcpy(&word, p, 4);
+    vu code = ((vu){0} + word) >> (vu){0, 4, 8, 12, 16, 20, 24, 28};
+    vf size = __builtin_shuffle((vf){0, .5f, 1, 1.5f, 2, 3, 4, 6}, (vi)code & 7);
+    return (vf)((vu)size | ((code & 8u) << 28));
+}
 
 /* Nearest E2M1 codes, ties to even. */
 INLINE vu codes_e2m1(vf x) {
@@ -178,7 +202,7 @@ void mp_encode_rows(int format, const bf16 *x, long rows, long width, long row_b
     }
 }
 
-static void decode_row(int format, const uint8_t *data, long width, const float (*pairs)[2], float *out) {
+static void decode_row(int format, const uint8_t *data, long width, float *out) {
     if (format == FP8) {
         for (long c = 0; c < width; c += LANES) {
             vf v = values_e4m3(data + c) * power_of(data[width + c / 32]);
@@ -191,8 +215,7 @@ static void decode_row(int format, const uint8_t *data, long width, const float 
     for (long g = 0; g < width / group; g++, out += group, data += group / 2) {
         uint8_t byte[LANES] = {scales[g]};
         float scale = format == FP4_MAIN ? values_e4m3(byte)[0] : power_of(scales[g]);
-        for (long c = 0; c < group / 2; c++) memcpy(out + 2 * c, pairs[data[c]], 8);
-        for (long c = 0; c < group; c += LANES) store(out + c, load(out + c) * scale);
+        for (long c = 0; c < group; c += LANES) store(out + c, values_e2m1(data + c / 2) * scale);
     }
 }
 
@@ -200,14 +223,9 @@ static void decode_row(int format, const uint8_t *data, long width, const float 
    i % per without a list. */
 void mp_decode_rows(int format, const uint8_t *base, long first_bytes, long second_bytes, const int64_t *first,
                     const int64_t *second, long per, long rows, long width, float *out) {
-    float pairs[256][2];
-    for (int b = 0; b < 256; b++) {
-        pairs[b][0] = E2M1[b & 15];
-        pairs[b][1] = E2M1[b >> 4];
-    }
     for (long i = 0; i < rows; i++, out += width) {
         const uint8_t *row = base + first[i / per] * first_bytes + (second ? second[i] : i % per) * second_bytes;
-        decode_row(format, row, width, pairs, out);
+        decode_row(format, row, width, out);
     }
 }
 
