@@ -50,10 +50,21 @@ class ShardPeer:
         self.faults = Faults()
         self.records: dict[tuple[bytes, int, int, int], bytes] = {}
         self.num_reads = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open(0)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed
+
+    def reopen(self) -> None:
+        """Start again where it was, with the shards it has."""
+        self._open(int(self.address.rpartition(":")[2]))
+
+    def _open(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._streams: list[FrameSocket] = []
-        self._threads = [threading.Thread(target=self._accept, name=f"peer {name}")]
+        self._threads = [threading.Thread(target=self._accept, name=f"peer {self.name}")]
         self._is_closed = False
         self._threads[0].start()
 
