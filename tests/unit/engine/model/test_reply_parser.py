@@ -74,6 +74,7 @@ GOOD = invoke("f", parameter("s", 'a"b\nc'), parameter("n", " 12 ", "false"))
             [("reasoning", "t"), ("content", "a"), ("call", "f", '{"s": "a\\"b\\nc"', ', "n": 12', "}")],
         ),
         ("t" + block(invoke("g")), [("reasoning", "t"), ("call", "g", "{}")]),
+        ("</think>" + block(invoke("g" * 64)), [("call", "g" * 64, "{}")]),
         (
             "t</think>" + block(invoke("g"), invoke("h")),
             [("reasoning", "t"), ("call", "g", "{}"), ("call", "h", "{}")],

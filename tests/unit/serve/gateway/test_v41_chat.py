@@ -203,6 +203,15 @@ def test_bug_02_a_stop_string_ends_content_even_where_a_marker_might_begin(
     assert exchange.service.cancels or text.index(stop) + len(stop) == len(text)
 
 
+def test_bug_02_no_stop_string_spans_a_call(tokenizer: Tokenizer, model: ServedModel) -> None:
+    exchange = Exchange(tokenizer, model, "</think>E" + CALL_TEXT + "\nND", tools=[TOOL], stop=["END"])
+    assert exchange.message["content"] == "END"
+    assert exchange.finish == "tool_calls"
+    texts = [choice["delta"] for chunk in exchange.chunks for choice in chunk["choices"]]
+    kinds = [next(iter(delta)) for delta in texts if delta and "role" not in delta]
+    assert kinds == ["content", *["tool_calls"] * 6, *["content"] * 2]
+
+
 pieces = st.lists(
     st.sampled_from(
         [
