@@ -37,11 +37,11 @@ class BlockCells:
             InvariantBroken: A block is not contiguous bytes of the layout's size.
         """
         size = shape.layout.block_bytes
-        if any(b.nbytes != size or b.dtype != np.uint8 or not b.flags.c_contiguous for b in blocks):
+        if any(b.shape != (size,) or b.strides != (1,) or b.dtype != np.uint8 for b in blocks):
             raise InvariantBroken(f"blocks are not {size} contiguous bytes")
         self._shape = shape
         self._blocks = blocks
-        self._addresses = [block.ctypes.data for block in blocks]
+        self._addresses = [block.__array_interface__["data"][0] for block in blocks]
 
     def gather(self, buffer: StripeBuffer, row: int) -> None:
         """Copy one row of all blocks into the buffer's data shards; padding becomes zero."""
