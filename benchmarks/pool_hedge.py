@@ -31,10 +31,12 @@ from millpond.store.local_metadata import LocalMetadata
 from millpond.store.metadata.core import MetadataCore
 from millpond.store.pool import Pool, PoolParams, PoolSettings
 
-LAYOUT = uniform_layout(num_layers=4, kv_bytes_per_token=24, dtype="bf16")
-"""Small blocks, so that two cores serve twelve nodes and the waits are the nodes' and not the processor's."""
+SMALL = uniform_layout(num_layers=4, kv_bytes_per_token=8, dtype="bf16")
+"""Shards of 26 KB, so that two cores serve twelve nodes and reads wait for disks, not for the processor."""
+LARGE = uniform_layout(num_layers=4, kv_bytes_per_token=112, dtype="fp4")
+"""Blocks as large as those of V4.1-Flash: shards of 373 KB."""
 NUM_CHAINS = 24
-READERS = 4
+READERS = 2
 PLAIN = ShardPickParams(extra_ratio=0.0, extra_burst_bytes=0, eject_ratio=1e9, max_strikes=1 << 30)
 """k of k: no eleventh shard, no hedge, nobody left out."""
 DISK = NodeSpeed(read_ms=4.0)
@@ -93,14 +95,14 @@ class _Nothing:
         """See `RowSink`."""
 
 
-def make_chain(index: int, num_blocks: int, layout: KvLayout = LAYOUT) -> BlockChain:
+def make_chain(index: int, num_blocks: int, layout: KvLayout) -> BlockChain:
     """A chain of its own."""
     hashes = HashChain(root_digest(b"bench", layout.fingerprint, b"", b""))
     hashes.extend(array("i", [index] * 128 * num_blocks))
     return BlockChain(TenantId(1), hashes.root, tuple(hashes.digests))
 
 
-def fill(pool: Pool, num_chains: int = NUM_CHAINS, layout: KvLayout = LAYOUT) -> list[Hit]:
+def fill(pool: Pool, layout: KvLayout, num_chains: int = NUM_CHAINS) -> list[Hit]:
     """Write chains of one full extent each; what `match` says of them."""
     rng = np.random.default_rng(1)
     hits: list[Hit] = []
@@ -145,7 +147,7 @@ def read_all(pool: Pool, hits: Sequence[Hit], num_reads: int, *, readers: int = 
     for thread in threads:
         thread.join()
     wall_s = (time.monotonic_ns() - began_ns) / SECOND_NS
-    payload = sum(hits[index % len(hits)].num_blocks for index in range(num_reads)) * LAYOUT.block_bytes
+    payload = sum(hits[index % len(hits)].num_blocks for index in range(num_reads)) * pool.layout.block_bytes
     return ReadFigures(
         num_reads,
         len(failed),
@@ -156,10 +158,10 @@ def read_all(pool: Pool, hits: Sequence[Hit], num_reads: int, *, readers: int = 
     )
 
 
-def open_pool(metadata: LocalMetadata, pick: ShardPickParams | None = None) -> Pool:
+def open_pool(metadata: LocalMetadata, layout: KvLayout, pick: ShardPickParams | None = None) -> Pool:
     """A client of the nodes in the map."""
     settings = PoolSettings(pool=PoolParams(num_buffers=12, min_piece_kib=1024), window=WIDE)
-    return Pool(LAYOUT, metadata, name="bench", settings=replace(settings, pick=pick or ShardPickParams()))
+    return Pool(layout, metadata, name="bench", settings=replace(settings, pick=pick or ShardPickParams()))
 
 
 def hedge_real(num_reads: int = 3000) -> tuple[float, dict[str, object]]:
@@ -171,11 +173,11 @@ def hedge_real(num_reads: int = 3000) -> tuple[float, dict[str, object]]:
     speed = replace(DISK, stall_ratio=0.02, stall_ms=100.0)
     with tempfile.TemporaryDirectory() as folder, NodeProcesses(Path(folder), [speed] * 12) as nodes:
         metadata = LocalMetadata(MetadataCore(), nodes.pool_map())
-        with open_pool(metadata) as pool:
-            hits = fill(pool)
+        with open_pool(metadata, SMALL) as pool:
+            hits = fill(pool, SMALL)
             read_all(pool, hits, 100)
             ours = read_all(pool, hits, num_reads)
-        with open_pool(metadata, PLAIN) as pool:
+        with open_pool(metadata, SMALL, PLAIN) as pool:
             plain = read_all(pool, hits, num_reads)
     say(f"real, 2 % x 100 ms: ours {ours}, plain {plain}")
     return ours.p99_ms / plain.p99_ms, {"ours": ours, "plain": plain}
@@ -192,8 +194,8 @@ def bad_node(num_reads: int = 1500) -> tuple[float, dict[str, ReadFigures]]:
     for name, speeds in (("healthy", [DISK] * 12), ("slow", slow)):
         with tempfile.TemporaryDirectory() as folder, NodeProcesses(Path(folder), speeds) as nodes:
             metadata = LocalMetadata(MetadataCore(), nodes.pool_map())
-            with open_pool(metadata) as pool:
-                hits = fill(pool)
+            with open_pool(metadata, SMALL) as pool:
+                hits = fill(pool, SMALL)
                 read_all(pool, hits, 200)
                 found[name] = read_all(pool, hits, num_reads)
                 if name == "healthy":
@@ -216,8 +218,8 @@ def two_dead(num_reads: int = 1000) -> tuple[float, float, dict[str, ReadFigures
     """
     with tempfile.TemporaryDirectory() as folder, NodeProcesses(Path(folder), [NodeSpeed()] * 12) as nodes:
         metadata = LocalMetadata(MetadataCore(), nodes.pool_map())
-        with open_pool(metadata) as pool:
-            hits = fill(pool)
+        with open_pool(metadata, LARGE) as pool:
+            hits = fill(pool, LARGE)
             read_all(pool, hits, 100)
             healthy = read_all(pool, hits, num_reads)
             for process in nodes.processes[:2]:

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import say
-from benchmarks.pool_hedge import LAYOUT, fill, read_all
+from benchmarks.pool_hedge import fill, read_all
 from benchmarks.pool_nodes import NodeProcesses, NodeSpeed
 from millpond.core.extents import NodeId
+from millpond.core.kv_layout import uniform_layout
 from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
 from millpond.core.units import GIB, KIB
 from millpond.policies.receive_window import ReceiveWindowParams
@@ -31,6 +32,7 @@ LINK = LinkShape(100_000_000, queue_bytes=64 * KIB)
 """So slow that the link and not the processor is what reads wait for; a queue of five milliseconds."""
 BOUNDED = ReceiveWindowParams(max_in_flight_bytes=192 * KIB)
 UNBOUNDED = ReceiveWindowParams(max_in_flight_bytes=GIB)
+LAYOUT = uniform_layout(num_layers=4, kv_bytes_per_token=24, dtype="bf16")
 NUM_NODES = 12
 READER_S = 120
 
@@ -90,7 +92,7 @@ def _read(addresses: list[str], window: ReceiveWindowParams, num_reads: int) -> 
     )
     settings = PoolSettings(pool=PoolParams(num_buffers=8, min_piece_kib=1024), window=window)
     with Pool(LAYOUT, metadata, name="incast", settings=settings) as pool:
-        hits = fill(pool, num_chains=6)
+        hits = fill(pool, LAYOUT, num_chains=6)
         found = read_all(pool, hits, num_reads, readers=2)
         peak = pool.client.reads.counts.peak_in_flight_bytes
     return IncastFigures(

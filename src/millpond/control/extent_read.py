@@ -107,7 +107,7 @@ class ReadCounts:
     needed_bytes: int = 0
     """k shards of each read."""
     asked_bytes: int = 0
-    """All shards asked for."""
+    """All shards asked for, but those of nodes that could not be reached."""
     hedges: int = 0
     hedges_refused: int = 0
     """No budget."""
@@ -198,13 +198,13 @@ class ExtentReads:
         if read_id in self._reads:
             raise InvariantBroken(f"read {read_id} has begun already")
         present = [shard for shard in range(len(query.nodes)) if not query.missing >> shard & 1]
-        picked, num_good = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
+        picked = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
         order = [present[index] for index in picked]
         self.counts.reads += 1
         self.counts.needed_bytes += query.k * query.num_bytes
         self._budget.earn(query.k * query.num_bytes)
         width = query.k
-        if num_good > query.k:
+        if len(order) > query.k:
             if self.utilisation <= self._late_above and self._budget.spend(query.num_bytes):
                 width += 1
             else:
@@ -268,6 +268,7 @@ class ExtentReads:
         self.counts.bad_shards += 1
         if outcome == ShardOutcome.UNREACHABLE:
             self.health.eject(now_ns, node)
+            self.counts.asked_bytes -= query.num_bytes
         elif outcome == ShardOutcome.ABSENT:
             self.health.withdraw(node)
         else:

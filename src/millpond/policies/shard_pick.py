@@ -17,9 +17,9 @@ from millpond.core.units import MIB, MILLISECOND_NS, SECOND_NS
 class ShardPickParams:
     """Choice of shards and of the moment to hedge."""
 
-    latency_weight: float = 0.1
+    latency_weight: float = 0.05
     """Largest weight of the newest sample in a node's mean latency, 0 to 1."""
-    latency_memory_s: float = 0.25
+    latency_memory_s: float = 0.5
     """Time over which samples are averaged when they come often, so that a short stall ejects nobody."""
     max_latency_ratio: float = 8.0
     """A sample counts at most this many medians, so that one stall does not eject a node."""
@@ -27,8 +27,9 @@ class ShardPickParams:
     """A shard that was not needed any more counts as this many times the time it had taken until then."""
     eject_ratio: float = 3.0
     """Mean latency in medians above which a node is left out. Source: kvstore 2.5."""
-    max_ejected_ratio: float = 0.25
-    """Share of the nodes that may be left out for being slow; broken connections eject beyond it."""
+    max_ejected_ratio: float = 0.15
+    """Share of the nodes that may be left out for being slow, about m of k + m: with more, reads would have
+    to ask them all the same. Broken connections eject beyond it."""
     max_strikes: int = 3
     """Failed or corrupt shards in a row that eject a node."""
     min_eject_s: float = 5.0
@@ -133,7 +134,7 @@ class NodeHealth:
         state = self._nodes.get(node)
         return state.latency_ratio if state else 1.0
 
-    def pick_order(self, now_ns: int, nodes: Sequence[NodeId]) -> tuple[Sequence[int], int]:
+    def pick_order(self, now_ns: int, nodes: Sequence[NodeId]) -> Sequence[int]:
         """Order the shards of a stripe: those to ask first come first.
 
         Args:
@@ -141,15 +142,14 @@ class NodeHealth:
             nodes: Node of each shard, data shards first.
 
         Returns:
-            Indices into `nodes`, and how many of them are worth asking: at most one probe, and the shards of
-            healthy nodes in their own order, which makes the decode cheapest (data, the XOR parity, others).
-            Behind those, for want of better ones, the shards of ejected nodes.
+            Indices into `nodes`: at most one probe, the shards of healthy nodes in their own order, which
+            makes the decode cheapest (data, the XOR parity, others), then the shards of ejected nodes.
 
         Guarantees:
             A permutation. A node whose ejection is over stands among the first for one read at a time.
         """
         if self._ejected.keys().isdisjoint(nodes):
-            return range(len(nodes)), len(nodes)
+            return range(len(nodes))
         healthy: list[int] = []
         probes: list[int] = []
         shunned: list[int] = []
@@ -162,7 +162,7 @@ class NodeHealth:
                 probes.append(index)
             else:
                 shunned.append(index)
-        return [*probes, *healthy, *shunned], len(probes) + len(healthy)
+        return [*probes, *healthy, *shunned]
 
     def observe(self, now_ns: int, node: NodeId, num_bytes: int, latency_ns: int) -> None:
         """Learn that a valid shard of `num_bytes` arrived `latency_ns` after it was asked for."""

@@ -177,6 +177,11 @@ class Pool:
         self.close()
 
     @property
+    def layout(self) -> KvLayout:
+        """Of the blocks."""
+        return self._layout
+
+    @property
     def client(self) -> ShardClient:
         """Coded reads: counts, and what is known of the nodes."""
         return self._client

@@ -55,13 +55,13 @@ def test_a_digest_forgets_old_samples():
 
 
 def test_healthy_nodes_are_asked_in_shard_order():
-    assert list(warm_health().pick_order(SECOND_NS, NODES)[0]) == list(range(12))
+    assert list(warm_health().pick_order(SECOND_NS, NODES)) == list(range(12))
 
 
 def test_a_node_four_times_slow_is_ejected_and_asked_last():
     health = warm_health()
     assert feed(health, NODES[3], 4 * MS, begin_ns=0, num=100, gap_ns=10 * MS) < 100
-    order = list(health.pick_order(2 * SECOND_NS, NODES)[0])
+    order = list(health.pick_order(2 * SECOND_NS, NODES))
     assert order[-1] == 3
     assert sorted(order) == list(range(12))
 
@@ -94,12 +94,12 @@ def test_losing_one_race_in_eleven_ejects_nobody():
 def test_a_probe_readmits_a_node_that_is_quick_again():
     health = warm_health()
     health.eject(0, NODES[3])
-    assert list(health.pick_order(5 * SECOND_NS - 1, NODES)[0])[-1] == 3
-    assert next(iter(health.pick_order(5 * SECOND_NS, NODES)[0])) == 3, "the probe is among the first"
-    assert list(health.pick_order(5 * SECOND_NS, NODES)[0])[-1] == 3, "one probe at a time"
+    assert list(health.pick_order(5 * SECOND_NS - 1, NODES))[-1] == 3
+    assert next(iter(health.pick_order(5 * SECOND_NS, NODES))) == 3, "the probe is among the first"
+    assert list(health.pick_order(5 * SECOND_NS, NODES))[-1] == 3, "one probe at a time"
     health.observe(5 * SECOND_NS + MS, NODES[3], SHARD, MS)
     assert not health.ejected
-    assert list(health.pick_order(6 * SECOND_NS, NODES)[0]) == list(range(12))
+    assert list(health.pick_order(6 * SECOND_NS, NODES)) == list(range(12))
 
 
 def test_failed_probes_double_the_time_up_to_the_limit():
@@ -108,7 +108,7 @@ def test_failed_probes_double_the_time_up_to_the_limit():
     health.eject(now_ns, NODES[3])
     for _ in range(5):
         begin_ns = now_ns
-        while next(iter(health.pick_order(now_ns, NODES)[0])) != 3:
+        while next(iter(health.pick_order(now_ns, NODES))) != 3:
             now_ns += SECOND_NS // 2
         waits.append((now_ns - begin_ns) / SECOND_NS)
         health.lost_race(now_ns, NODES[3], SHARD, MS)
@@ -119,7 +119,7 @@ def test_a_withdrawn_probe_says_nothing():
     health = warm_health()
     health.eject(0, NODES[3])
     for _ in range(2):
-        assert next(iter(health.pick_order(6 * SECOND_NS, NODES)[0])) == 3
+        assert next(iter(health.pick_order(6 * SECOND_NS, NODES))) == 3
         health.withdraw(NODES[3])
 
 
@@ -133,12 +133,12 @@ def test_strikes_in_a_row_eject():
     assert health.ejected == {NODES[2]}
 
 
-def test_slowness_never_ejects_more_than_a_quarter():
+def test_slowness_never_ejects_more_than_its_share():
     health = warm_health()
     for step in range(2000):
         for node in NODES[:8]:
             health.lost_race(SECOND_NS + step * MS, node, SHARD, 5 * MS)
-    assert len(health.ejected) == 3
+    assert len(health.ejected) == 2
 
 
 @given(st.lists(st.integers(0, 11), unique=True, max_size=12), st.integers(0, 40))
@@ -146,13 +146,11 @@ def test_every_order_is_a_permutation(ejected: list[int], now_s: int):
     health = NodeHealth(PARAMS)
     for index in ejected:
         health.eject(0, NODES[index])
-    picked, num_good = health.pick_order(now_s * SECOND_NS, NODES)
-    order = list(picked)
+    order = list(health.pick_order(now_s * SECOND_NS, NODES))
     assert sorted(order) == list(range(12))
     num_healthy = 12 - len(ejected)
     is_probe_due = bool(ejected) and now_s >= 5
-    assert num_good == num_healthy + is_probe_due
-    assert set(order[:num_good]) >= set(range(12)) - set(ejected)
+    assert set(order[: num_healthy + is_probe_due]) >= set(range(12)) - set(ejected)
 
 
 def test_the_hedge_waits_for_the_quantile_of_whole_reads():
