@@ -52,9 +52,9 @@ class RetentionParams:
         return max(1, ttl_s // self.partitions)
 
 
-def is_expired(*, newest_s: int, ttl_s: int, now_s: int) -> bool:
-    """Whether a segment whose last record was added at `newest_s` is over."""
-    return now_s >= newest_s + ttl_s
+def expiry_s(*, newest_s: int, ttl_s: int) -> int:
+    """When a segment whose last record was added at `newest_s` is over."""
+    return newest_s + ttl_s
 
 
 def is_worth_copying(*, last_read_s: int, ttl_s: int, now_s: int) -> bool:

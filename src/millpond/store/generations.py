@@ -52,9 +52,13 @@ class GenerationTable:
         if TABLE_NAME in files.names():
             files.remove(TABLE_NAME)
         file = files.create(TABLE_NAME)
-        files.write(file, 0, [_HEADER_PAGE])
-        files.sync(file)
-        files.sync_names()
+        try:
+            files.write(file, 0, [_HEADER_PAGE])
+            files.sync(file)
+            files.sync_names()
+        except BaseException:
+            files.close(file)
+            raise
         return cls(files, file, [])
 
     @classmethod

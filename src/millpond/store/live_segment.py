@@ -44,8 +44,6 @@ class LiveSegment:
         """Where the next record goes."""
         self.newest_s = identity.created_s
         self.sealed = False
-        self.dirty = True
-        """Written since the last sync began."""
         self.name_synced = False
         self.last_read_s: dict[int, int] = {}
         """Page of a record -> when it was read last."""
@@ -71,7 +69,6 @@ class LiveSegment:
         self._directory = content.directory
         self.end_bytes = content.end_bytes
         self.newest_s = newest_s
-        self.dirty = False
         self.name_synced = True
 
     def add(self, entry: tuple[int, int, int], now_s: int) -> int:
@@ -80,7 +77,6 @@ class LiveSegment:
         self._added.append(entry)
         self.end_bytes = align_up(page * PAGE_BYTES + num_bytes, PAGE_BYTES)
         self.newest_s = max(self.newest_s, now_s)
-        self.dirty = True
         return pack_location(self.generation, page)
 
     def directory(self) -> Directory:

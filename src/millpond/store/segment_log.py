@@ -6,16 +6,20 @@ what recovery relies on; what to do about a failing drive is the target's matter
 
 from __future__ import annotations
 
+import heapq
+
 from millpond.core.units import align_up
+from millpond.policies.retention import expiry_s
 from millpond.store.files import Bytes, Files
 from millpond.store.live_segment import LiveSegment, unpack_location
-from millpond.store.record import stamp_generation
+from millpond.store.record import RecordHeader, stamp_generation
 from millpond.store.recovery import Recovered
 from millpond.store.segment import (
     DROPPED_MAGIC,
     PAGE_BYTES,
     Directory,
     SegmentId,
+    directory_entry,
     pack_footer,
     pack_segment_header,
 )
@@ -34,10 +38,17 @@ class SegmentLog:
         self._files = files
         self._table = recovered.table
         self._segment_bytes = segment_bytes
-        self._segments = {segment.generation: segment for segment in recovered.segments}
+        self._segments = {segment.generation: segment for segment in recovered.segments}  # oldest first
         self._open: dict[int, LiveSegment] = {}  # by time to live
+        self._dirty: set[LiveSegment] = set()
+        self._ends: list[tuple[int, int]] = []  # heap of (expiry, generation) of the sealed ones
+        self.used_bytes = sum(segment.end_bytes for segment in recovered.segments)
+        """Of all segments, without footers."""
         self.full = [segment for segment in recovered.segments if not segment.sealed]
         """Segments that wait for their footer."""
+        for segment in recovered.segments:
+            if segment.sealed:
+                self._expect_end(segment)
 
     def get(self, generation: int) -> LiveSegment | None:
         """A segment that is not removed. Needs no lock."""
@@ -45,8 +56,7 @@ class SegmentLog:
 
     def all(self) -> list[LiveSegment]:
         """All of them, oldest first. Needs no lock."""
-        segments = self._segments.copy()
-        return [segments[generation] for generation in sorted(segments)]
+        return list(self._segments.copy().values())
 
     def is_alive(self, location: int) -> bool:
         """Whether the segment of a location is not removed."""
@@ -54,9 +64,8 @@ class SegmentLog:
 
     def charged_bytes(self) -> int:
         """Bytes of all segments, open ones counted as if they were full."""
-        open_ones = set(self._open.values())
-        closed = sum(segment.end_bytes for segment in self._segments.values() if segment not in open_ones)
-        return closed + len(open_ones) * self._segment_bytes
+        free = sum(self._segment_bytes - segment.end_bytes for segment in self._open.values())
+        return self.used_bytes + free
 
     def with_room(self, num_bytes: int, ttl_s: int) -> LiveSegment | None:
         """The open segment with this time to live; None if there is none or it is full now."""
@@ -83,13 +92,22 @@ class SegmentLog:
             raise
         self._segments[generation] = segment
         self._open[ttl_s] = segment
+        self._dirty.add(segment)
+        self.used_bytes += segment.end_bytes
         return segment
 
-    def append(self, segment: LiveSegment, packed_header: Bytes, payload: Bytes) -> int:
-        """Write a record behind the segment's end; its offset. The caller adds it to the segment."""
+    def append(
+        self, segment: LiveSegment, header: RecordHeader, packed_header: Bytes, payload: Bytes, now_s: int
+    ) -> tuple[int, int]:
+        """Write a record behind the segment's end; its fingerprint and location."""
         stamped = stamp_generation(packed_header, segment.generation)
         self._files.write(segment.file, segment.end_bytes, [stamped, payload])
-        return segment.end_bytes
+        self._dirty.add(segment)
+        entry = directory_entry(header, segment.end_bytes)
+        self.used_bytes -= segment.end_bytes
+        location = segment.add(entry, now_s)
+        self.used_bytes += segment.end_bytes
+        return entry[0], location
 
     def mark_dropped(self, location: int) -> None:
         """Make a record unreadable, if its segment still exists."""
@@ -97,13 +115,12 @@ class SegmentLog:
         segment = self._segments.get(generation)
         if segment is not None:
             self._files.write(segment.file, page * PAGE_BYTES, [DROPPED_MAGIC])
-            segment.dirty = True
+            self._dirty.add(segment)
 
     def begin_sync(self) -> list[LiveSegment]:
         """Segments to `sync`, pinned; what is written from here on belongs to the next sync."""
-        dirty = [segment.pin() for segment in self._segments.values() if segment.dirty]
-        for segment in dirty:
-            segment.dirty = False
+        dirty = [segment.pin() for segment in self._dirty]
+        self._dirty.clear()
         return dirty
 
     def sync(self, segment: LiveSegment) -> None:
@@ -136,15 +153,34 @@ class SegmentLog:
         self._files.write(segment.file, segment.end_bytes, [footer])
         return len(footer)
 
+    def set_sealed(self, segment: LiveSegment) -> None:
+        """The footer of a segment is durable."""
+        segment.sealed = True
+        if segment in self.full:
+            self.full.remove(segment)
+            self._expect_end(segment)
+
+    def next_expired(self, now_s: int) -> LiveSegment | None:
+        """A sealed segment whose time is over, which must be removed now."""
+        while self._ends and self._ends[0][0] <= now_s:
+            segment = self._segments.get(heapq.heappop(self._ends)[1])
+            if segment is not None:
+                return segment
+        return None
+
     def oldest(self) -> LiveSegment | None:
         """The segment to give up first: the oldest, an open one only if all are."""
         open_ones = set(self._open.values())
-        closed = [segment for segment in self._segments.values() if segment not in open_ones]
-        return min(closed or self._segments.values(), key=lambda one: one.generation, default=None)
+        for segment in self._segments.values():
+            if segment not in open_ones:
+                return segment
+        return next(iter(self._segments.values()), None)
 
     def take_out(self, segment: LiveSegment) -> None:
         """First step of a removal: nobody finds the segment any more."""
-        self._segments.pop(segment.generation, None)
+        if self._segments.pop(segment.generation, None) is not None:
+            self.used_bytes -= segment.end_bytes
+        self._dirty.discard(segment)
         if segment in self.full:
             self.full.remove(segment)
         if self._open.get(segment.identity.ttl_s) is segment:
@@ -166,6 +202,10 @@ class SegmentLog:
             segment.retire()
         self._segments.clear()
         self._table.close()
+
+    def _expect_end(self, segment: LiveSegment) -> None:
+        end_s = expiry_s(newest_s=segment.newest_s, ttl_s=segment.identity.ttl_s)
+        heapq.heappush(self._ends, (end_s, segment.generation))
 
     def _close_open(self, ttl_s: int) -> None:
         self.full.append(self._open.pop(ttl_s))

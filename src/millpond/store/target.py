@@ -15,12 +15,12 @@ from enum import Enum
 
 from millpond.core.errors import DataError, ExtentAbsent, NodeRefused
 from millpond.core.units import GIB, MIB
-from millpond.policies.retention import BlockClass, RetentionParams, is_expired, is_worth_copying
+from millpond.policies.retention import BlockClass, RetentionParams, is_worth_copying
 from millpond.store.files import Bytes, Files
 from millpond.store.live_segment import LiveSegment, OpenRecord, unpack_location
 from millpond.store.record import RecordHeader, parse_header
 from millpond.store.recovery import Recovered, recover
-from millpond.store.segment import PAGE_BYTES, ShardKey, directory_entry, key_of, read_packed_header
+from millpond.store.segment import PAGE_BYTES, ShardKey, key_of, read_packed_header
 from millpond.store.segment_log import SegmentLog, record_space
 from millpond.store.shard_index import ShardIndex
 
@@ -100,7 +100,7 @@ class Target:
     @property
     def used_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(segment.end_bytes for segment in self.segments())
+        return self._log.used_bytes if self._log else 0
 
     def segments(self) -> list[LiveSegment]:
         """Segments, oldest first."""
@@ -189,11 +189,10 @@ class Target:
             for ttl_s in log.open_ttls():
                 log.close_old(ttl_s, now_s - self.params.retention.partition_s(ttl_s))
         self._seal_full(log, now_s)
-        for segment in log.all():
-            identity = segment.identity
-            if segment.sealed and is_expired(newest_s=segment.newest_s, ttl_s=identity.ttl_s, now_s=now_s):
-                self._expire(log, segment, now_s)
-                break
+        with self._lock:
+            expired = log.next_expired(now_s)
+        if expired is not None:
+            self._expire(log, expired, now_s)
 
     def close(self, *, now_s: int) -> None:
         """Seal everything and close the files. The target is failed from then on."""
@@ -230,29 +229,28 @@ class Target:
             raise NodeRefused(f"record of {num_bytes} bytes is larger than a segment", code="store.full")
         log = self._writable_log()
         try:
-            segment, offset = self._write(log, packed_header, payload, num_bytes, ttl_s, now_s)
+            while True:
+                try:
+                    segment = self._segment_for(log, num_bytes, ttl_s, now_s)
+                    fingerprint, location = log.append(segment, header, packed_header, payload, now_s)
+                    break
+                except OSError as error:
+                    if error.errno != errno.ENOSPC or not self._shed_oldest(log, now_s):
+                        raise
         except OSError as error:
             raise self._refusal(error, now_s) from error
-        entry = directory_entry(header, offset)
-        self._index.point(entry[0], segment.add(entry, now_s))
+        self._index.point(fingerprint, location)
         self.written_bytes += num_bytes
 
-    def _write(
-        self, log: SegmentLog, packed_header: Bytes, payload: Bytes, num_bytes: int, ttl_s: int, now_s: int
-    ) -> tuple[LiveSegment, int]:
-        """Write a record, giving up the oldest segments for its room; `(segment, offset)`."""
-        limit = self.params.max_segment_bytes
-        while True:
-            segment = log.with_room(num_bytes, ttl_s)
-            try:
-                if segment is None:
-                    while log.charged_bytes() + limit > self.params.capacity_bytes:
-                        self._shed_oldest(log, now_s)
-                    segment = log.begin(ttl_s, now_s)
-                return segment, log.append(segment, packed_header, payload)
-            except OSError as error:
-                if error.errno != errno.ENOSPC or not self._shed_oldest(log, now_s):
-                    raise
+    def _segment_for(self, log: SegmentLog, num_bytes: int, ttl_s: int, now_s: int) -> LiveSegment:
+        """The open segment if it has room, or a new one in the place of the oldest."""
+        segment = log.with_room(num_bytes, ttl_s)
+        if segment is None:
+            limit = self.params.max_segment_bytes
+            while log.charged_bytes() + limit > self.params.capacity_bytes:
+                self._shed_oldest(log, now_s)
+            segment = log.begin(ttl_s, now_s)
+        return segment
 
     def _writable_log(self) -> SegmentLog:
         if self._log is None or self.state is not TargetState.OK:
@@ -324,12 +322,12 @@ class Target:
                 except OSError as error:
                     self._note(error, now_s)
                     continue
-                segment.sealed = self._is_synced(log, segment)
+                synced = self._is_synced(log, segment)
             with self._lock:
-                if not segment.sealed:
+                if synced:
+                    log.set_sealed(segment)
+                else:
                     self._lose(log, segment, now_s)
-                elif segment in log.full:
-                    log.full.remove(segment)
 
     def _shed_oldest(self, log: SegmentLog, now_s: int) -> bool:
         oldest = log.oldest()

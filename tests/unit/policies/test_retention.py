@@ -12,7 +12,6 @@ from millpond.policies.retention import (
     BlockClass,
     RetentionParams,
     admits,
-    is_expired,
     is_worth_copying,
 )
 
@@ -61,11 +60,6 @@ def test_classes_have_their_numbers_for_ever():
         ("SUB_AGENT", 3),
         ("ONE_SHOT", 4),
     ]
-
-
-@given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 10**6))
-def test_expiry_is_exactly_the_time_to_live(newest_s: int, ttl_s: int, later_s: int):
-    assert is_expired(newest_s=newest_s, ttl_s=ttl_s, now_s=newest_s + later_s) == (later_s >= ttl_s)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
