@@ -65,15 +65,20 @@ def _read_line() -> str | None:
 
 def _answer(http: httpx.Client, fields: dict[str, Any], messages: list[Message]) -> str:
     parts: list[str] = []
-    for part in stream_answer(http, {**fields, "messages": messages}):
-        typer.echo(part, nl=False)
-        parts.append(part)
+    was_reasoning = False
+    for reasoning, part in stream_answer(http, {**fields, "messages": messages}):
+        if reasoning:
+            typer.secho(reasoning, nl=False, dim=True)
+        elif part:
+            typer.echo("\n" + part if was_reasoning else part, nl=False)
+            parts.append(part)
+        was_reasoning = bool(reasoning) or (was_reasoning and not part)
     typer.echo()
     return "".join(parts)
 
 
-def stream_answer(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
-    """Send a chat request and yield the answer's text as it comes.
+def stream_answer(http: httpx.Client, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Send a chat request and yield (reasoning, text of the answer) as they come; one of them is empty.
 
     Raises:
         DataError: The service refused it or gave up.
@@ -96,6 +101,7 @@ def stream_answer(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
                 if "error" in event:
                     raise DataError(str(event["error"]["message"]), code="chat.failed")
                 for choice in event["choices"]:
-                    yield choice["delta"].get("content") or ""
+                    delta = choice["delta"]
+                    yield delta.get("reasoning_content") or "", delta.get("content") or ""
     except httpx.HTTPError as error:
         raise ServerUnreachable(f"the connection broke: {error}", code="chat.connection") from error

@@ -42,6 +42,10 @@ class FakeServer(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         is_chat = "messages" in body
+        if is_chat and body["messages"][-1]["content"] == "think":
+            self.event(
+                {"choices": [{"index": 0, "finish_reason": None, "delta": {"reasoning_content": "Hm"}}]}
+            )
         for text in ("Bon", "jour"):
             content = {"delta": {"content": text}} if is_chat else {"text": text}
             self.event({"choices": [{"index": 0, "finish_reason": None, **content}]})
@@ -129,6 +133,12 @@ def test_a_conversation_carries_its_history_until_new(server: ThreadingHTTPServe
     assert result.exit_code == 0
     sent = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert sent == [["one"], ["one", "Bonjour", "two"], ["three"]]
+
+
+def test_reasoning_is_shown_and_not_sent_back(server: ThreadingHTTPServer):
+    result = invoke("chat", "--url", server.url, text="think\nagain\n")
+    assert "Hm\nBonjour" in result.output
+    assert {"role": "assistant", "content": "Bonjour"} in server.bodies[-1]["messages"]
 
 
 def test_a_refused_chat_tells_the_servers_reason(server: ThreadingHTTPServer):

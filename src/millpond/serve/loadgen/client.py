@@ -101,7 +101,7 @@ class StreamClient:
 def _note_choice(record: RequestRecord, choice: dict[str, Any], now_ns: int) -> None:
     record.finish_reason = choice.get("finish_reason") or record.finish_reason
     delta = choice.get("delta")
-    text = choice.get("text") if delta is None else delta.get("content")
+    text = choice.get("text") if delta is None else _text_of(delta)
     is_role = delta is not None and "role" in delta and not text
     if text is None or is_role or (not text and choice.get("finish_reason")):
         return
@@ -111,6 +111,15 @@ def _note_choice(record: RequestRecord, choice: dict[str, Any], now_ns: int) -> 
         record.first_token_ns = now_ns
     if text and record.first_text_ns < 0:
         record.first_text_ns = now_ns
+
+
+def _text_of(delta: dict[str, Any]) -> str | None:
+    """What a chat delta adds: answer, reasoning or calls are all generated tokens."""
+    for name in ("content", "reasoning_content"):
+        if delta.get(name) is not None:
+            return delta[name]
+    calls = delta.get("tool_calls")
+    return "".join(call["function"].get("arguments") or "" for call in calls) if calls else None
 
 
 async def sse_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -86,6 +86,21 @@ def test_bug_64_first_event_token_and_text_are_told_apart():
     assert report.output_tokens_per_s == pytest.approx(4 / 0.09)
 
 
+def test_reasoning_and_calls_are_generated_tokens():
+    call = {"index": 0, "function": {"name": "f", "arguments": "{"}}
+    record = record_of(
+        [
+            (10, chat_chunk({"role": "assistant", "content": ""})),
+            (20, chat_chunk({"reasoning_content": "Hm"})),
+            (30, chat_chunk({"content": "Hi"})),
+            (40, chat_chunk({"tool_calls": [call]})),
+            (50, chat_chunk({}, "tool_calls")),
+            (60, "[DONE]"),
+        ]
+    )
+    assert (record.first_text_ns, record.last_token_ns, record.num_output_tokens) == (20 * MS, 40 * MS, 3)
+
+
 def test_completions_stream_counts_events_without_usage():
     def chunk(text: str, finish: str | None = None) -> dict[str, Any]:
         return {"choices": [{"index": 0, "text": text, "finish_reason": finish}]}
