@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,6 +24,9 @@ from millpond.store.wear import DriveSpec, WearBudget
 
 log = structlog.get_logger(__name__)
 
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+LOOK_S = 1.0
+"""How often a failed thread is looked for."""
 EXIT_HUNG = 3
 """Exit status if a drive did not take what had to be sealed."""
 WRITE_AMPLIFICATION = 1.05
@@ -77,9 +79,7 @@ def run_storage_node(params: DaemonSpec) -> None:
     """
     if not 0 < len(params.targets) <= MAX_TARGETS:
         raise ConfigError(f"a node has 1 to {MAX_TARGETS} targets, not {len(params.targets)}", param="target")
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # for all threads: taken by sigtimedwait below
     clock = SystemClock()
     node = _make_node(params, Calendar(clock))
     server = NodeServer(node, params.listen, token=params.token, boot=clock.unix_s(), params=ServerParams())
@@ -87,7 +87,7 @@ def run_storage_node(params: DaemonSpec) -> None:
     log.info("node.up", node=node.name, address=server.address, num_shards=server.status().num_shards)
     sys.stdout.write(server.address + "\n")
     sys.stdout.flush()
-    while not stopping.is_set() and not server.wait(0.1):
+    while not server.wait(0) and signal.sigtimedwait(STOP_SIGNALS, LOOK_S) is None:
         pass
     if not server.stop(params.stop_s):
         log.error("node.hung", node=node.name, deadline_s=params.stop_s)
