@@ -58,7 +58,9 @@ class CodedRead:
     """Bytes of each shard's answer."""
     deadline_ns: int
     missing: int = 0
-    """Bit j: shard j was never written."""
+    """Bit j: shard j was not acknowledged by its writer; asked for last, because it may have come later."""
+    excluded: int = 0
+    """Bit j: shard j is not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +199,12 @@ class ExtentReads:
         """
         if read_id in self._reads:
             raise InvariantBroken(f"read {read_id} has begun already")
-        present = [shard for shard in range(len(query.nodes)) if not query.missing >> shard & 1]
-        picked = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
-        order = [present[index] for index in picked]
+        order = self._order(now_ns, query)
         self.counts.reads += 1
         self.counts.needed_bytes += query.k * query.num_bytes
         self._budget.earn(query.k * query.num_bytes)
         width = query.k
-        if len(order) > query.k:
+        if len(order) - (query.missing & ~query.excluded).bit_count() > query.k:
             if self.utilisation <= self._late_above and self._budget.spend(query.num_bytes):
                 width += 1
             else:
@@ -259,6 +259,13 @@ class ExtentReads:
         if read is None:
             return []
         return self._end(now_ns, read_id, read, ReadEnd.CANCELLED) + self._send_waiting(now_ns)
+
+    def _order(self, now_ns: int, query: CodedRead) -> list[int]:
+        """Shards in the order in which they are to be asked for."""
+        shards = [shard for shard in range(len(query.nodes)) if not query.excluded >> shard & 1]
+        present = [shard for shard in shards if not query.missing >> shard & 1]
+        picked = self.health.pick_order(now_ns, [query.nodes[shard] for shard in present])
+        return [present[index] for index in picked] + [s for s in shards if query.missing >> s & 1]
 
     def _on_bad_shard(
         self, now_ns: int, read_id: int, read: _Read, shard: int, outcome: ShardOutcome

@@ -151,7 +151,7 @@ class ExtentWrite:
         if (self._acked | self._failed) & bit:
             return []
         if self._phase == _Phase.PUBLISHING:
-            # Too late for the note of what is missing; a reader asks for that shard last and finds it.
+            # Too late for the note of what is missing; readers ask for that shard last, and find it.
             return []
         if self._phase != _Phase.SENDING:
             return []

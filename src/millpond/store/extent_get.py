@@ -8,6 +8,7 @@ extent that cannot be had ends the hit there: what lies behind it is worthless w
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +17,7 @@ from typing import Protocol
 from millpond.control.extent_read import CodedRead, ReadEnd
 from millpond.core.errors import ChecksumMismatch, DeadlineExceeded, StaleEpoch
 from millpond.core.extents import NodeId, StripeId, StripeShape
-from millpond.core.units import KIB
+from millpond.core.units import KIB, MILLISECOND_NS
 from millpond.store.buffers import BufferLease, BufferPool
 from millpond.store.chain import Hit, HitExtent
 from millpond.store.codec.reed_solomon import ReedSolomon
@@ -25,6 +26,9 @@ from millpond.store.payload import PayloadShape, payload_shape
 from millpond.store.record import RecordHeader, header_size
 from millpond.store.stripe import Block, copy_rows_out, open_rows
 from millpond.store.stripe_buffer import StripeBuffer
+
+_CANCEL_NS = 50 * MILLISECOND_NS
+"""How soon a read that waits for a buffer notices that nobody wants it any more."""
 
 
 class GetEnd(IntEnum):
@@ -204,17 +208,23 @@ class ExtentGet:
             except StaleEpoch:
                 self._shorten(index, GetEnd.STALE)
                 break
-            lease = self._tools.buffers.try_take()
+            lease = self._tools.buffers.try_take() if slots else self._wait_for_buffer()
             if lease is None:
-                if slots:
-                    break
-                try:
-                    lease = self._tools.buffers.take(deadline_ns=self._deadline_ns)
-                except DeadlineExceeded:
-                    self._shorten(index, GetEnd.LATE)
-                    break
+                if not slots:
+                    self._shorten(index, GetEnd.CANCELLED if self._cancelled.is_set() else GetEnd.LATE)
+                break
             slots.append(_Slot(index, hit, plan, lease))
         return slots
+
+    def _wait_for_buffer(self) -> BufferLease | None:
+        while not self._cancelled.is_set():
+            now_ns = time.monotonic_ns()
+            try:
+                return self._tools.buffers.take(deadline_ns=min(self._deadline_ns, now_ns + _CANCEL_NS))
+            except DeadlineExceeded:
+                if now_ns >= self._deadline_ns:
+                    break
+        return None
 
     def _read_wave(self, slots: list[_Slot]) -> None:
         groups = row_groups(
@@ -225,12 +235,12 @@ class ExtentGet:
         else:
             parts = [(slot, group) for slot in slots for group in groups]
         for slot, group in parts:
-            self._begin(slot, group, missing=slot.hit.location.missing, k=slot.plan.shape.k)
+            self._begin(slot, group, excluded=0, k=slot.plan.shape.k)
         for slot, group in parts:
             if slot.index < self._limit:
                 self._finish(slot, group)
 
-    def _begin(self, slot: _Slot, rows: tuple[int, int], *, missing: int, k: int) -> StripeRead:
+    def _begin(self, slot: _Slot, rows: tuple[int, int], *, excluded: int, k: int) -> StripeRead:
         begin_row, end_row = rows
         header_bytes = header_size(slot.full)
         num_bytes = slot.payload.row_offsets[end_row] - slot.payload.row_offsets[begin_row] + header_bytes
@@ -243,7 +253,9 @@ class ExtentGet:
             header_bytes=header_bytes,
             check_header=lambda header: check_identity(self._hit, slot.hit, slot.plan.shape, header),
         )
-        query = CodedRead(slot.plan.nodes, k, num_bytes, self._deadline_ns, missing)
+        query = CodedRead(
+            slot.plan.nodes, k, num_bytes, self._deadline_ns, slot.hit.location.missing, excluded
+        )
         read = self._tools.client.begin(query, part, slot.buffer)
         slot.reads[rows] = read
         with self._lock:
@@ -254,15 +266,14 @@ class ExtentGet:
 
     def _finish(self, slot: _Slot, rows: tuple[int, int]) -> None:
         """Wait for one part, verify it, ask for more shards as long as some are corrupt, deliver it."""
-        codec, location = slot.plan.codec, slot.hit.location
+        codec = slot.plan.codec
         read = slot.reads[rows]
         headers: dict[int, RecordHeader] = {}
-        bad = location.missing
+        bad = 0
         while True:
             end = read.wait()
             if end != ReadEnd.DECODABLE:
-                gone = bad | read.absent
-                if end == ReadEnd.LOST and gone.bit_count() > slot.plan.shape.m:
+                if end == ReadEnd.LOST and (bad | read.absent).bit_count() > slot.plan.shape.m:
                     self._gone.add(slot.index)
                 self._shorten(slot.index, _GET_ENDS[end])
                 return
@@ -276,7 +287,8 @@ class ExtentGet:
                 break
             have = sum(1 << shard for shard in headers)
             wanted = slot.plan.shape.k - len(headers)
-            read = self._begin(slot, rows, missing=bad | read.absent | have, k=wanted)
+            bad |= read.absent
+            read = self._begin(slot, rows, excluded=bad | have, k=wanted)
         self._sink.on_rows(
             RowsReady(slot.plan.shape, slot.buffer, *rows, slot.hit.begin, slot.hit.num_blocks)
         )

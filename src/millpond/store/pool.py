@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import TracebackType
@@ -21,7 +21,14 @@ import structlog
 
 from millpond.control.extent_read import ShardOutcome
 from millpond.control.extent_write import ExtentWriteParams
-from millpond.core.errors import InvalidRequest, InvariantBroken, MillpondError, StaleEpoch
+from millpond.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    InvariantBroken,
+    MillpondError,
+    StaleEpoch,
+    TransferFailed,
+)
 from millpond.core.extents import NodeId, StripeId, StripeShape, window_blocks
 from millpond.core.kv_layout import KvLayout
 from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
@@ -113,9 +120,15 @@ class Prefetch:
         """Wait for the end.
 
         Raises:
-            TimeoutError: It has not ended by the deadline.
+            DeadlineExceeded: It has not ended by the deadline.
+            TransferFailed: The pool was closed before it began.
         """
-        return self._future.result(max(0, deadline_ns - time.monotonic_ns()) / SECOND_NS)
+        try:
+            return self._future.result(max(0, deadline_ns - time.monotonic_ns()) / SECOND_NS)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the prefetch goes on", code="pool.deadline") from error
+        except CancelledError as error:
+            raise TransferFailed("the pool was closed", code="pool.closed") from error
 
 
 class Pool:

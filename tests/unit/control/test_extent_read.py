@@ -150,12 +150,24 @@ def test_with_three_gone_it_is_lost_at_once():
     assert bench.ends[1].end == ReadEnd.LOST
 
 
-def test_shards_that_were_never_written_are_not_asked_for():
+def test_shards_that_were_not_acknowledged_are_asked_for_last():
     bench = Bench()
     bench.begin(0, 1, missing=1 << 4)
+    assert bench.shards(1) == set(range(12)) - {4}
+    bench.answer(MS, 1, 0, ShardOutcome.ABSENT)
+    assert bench.shards(1) == set(range(12))
+    bench.begin(0, 2, missing=0b11)
+    assert bench.shards(2) == set(range(2, 12)), (
+        "ten are there for sure; one more is asked for only when late"
+    )
+
+
+def test_excluded_shards_are_never_asked_for():
+    bench = Bench()
+    bench.begin(0, 1, excluded=1 << 4)
     bench.tick(20 * MS)
     assert bench.shards(1) == set(range(12)) - {4}
-    bench.begin(0, 2, missing=0b111)
+    bench.begin(0, 2, excluded=0b111)
     assert bench.ends[2] == EndRead(2, ReadEnd.LOST, ())
 
 
@@ -250,13 +262,21 @@ def test_any_history_ends_every_read_once_and_leaves_nothing_in_flight(data: st.
         now_ns += data.draw(st.integers(0, 5 * MS))
         match data.draw(st.sampled_from(["begin", "answer", "answer", "answer", "tick", "cancel"])):
             case "begin":
-                missing = data.draw(st.integers(0, (1 << (k + m)) - 1)) & data.draw(
-                    st.integers(0, (1 << (k + m)) - 1)
-                )
+                every = st.integers(0, (1 << (k + m)) - 1)
+                missing = data.draw(every) & data.draw(every)
+                excluded = data.draw(every) & data.draw(every)
                 deadline_ns = now_ns + data.draw(st.integers(1, 100 * MS))
-                bad[num_reads] = {shard for shard in range(k + m) if missing >> shard & 1}
+                bad[num_reads] = {shard for shard in range(k + m) if excluded >> shard & 1}
                 nodes = NODES[: k + m]
-                bench.begin(now_ns, num_reads, nodes=nodes, k=k, missing=missing, deadline_ns=deadline_ns)
+                bench.begin(
+                    now_ns,
+                    num_reads,
+                    nodes=nodes,
+                    k=k,
+                    missing=missing,
+                    excluded=excluded,
+                    deadline_ns=deadline_ns,
+                )
                 num_reads += 1
             case "answer" if bench.open:
                 read, shard = data.draw(st.sampled_from(sorted(bench.open)))

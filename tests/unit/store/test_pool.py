@@ -10,7 +10,13 @@ import pytest
 
 from millpond.control.extent_read import ShardOutcome
 from millpond.control.extent_write import ExtentWriteParams, WriteEnd
-from millpond.core.errors import InvalidRequest, TransientError
+from millpond.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    InvariantBroken,
+    TransferFailed,
+    TransientError,
+)
 from millpond.core.extents import ExtentId
 from millpond.store.chain import cut_at_windows
 from millpond.store.extent_get import BlockSink, GetEnd, RowOrder, RowsReady
@@ -149,10 +155,11 @@ def nodes_of(made: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", ["flip_payload", "wrong_shard", "short"])
-def test_two_lying_nodes_never_give_wrong_bytes(made: Cluster, fault: str):
+def test_two_lying_nodes_never_give_wrong_bytes(made: Cluster, fault: str, wait_until: Callable[..., None]):
     chains = [chain_of(32, first_id=7000 * index) for index in range(3)]
     for chain in chains:
         made.put(chain)
+    wait_until(lambda: sum(len(p.records) for p in made.peers.values()) == 18, "every shard is stored")
     for peer in list(made.peers.values())[:2]:
         setattr(peer.faults, fault, True)
     for chain in chains:
@@ -398,3 +405,41 @@ def test_the_name_of_an_extent_is_its_last_block():
     assert chain.extent(0, 3) == ExtentId(chain.digests[2], 3)
     assert chain.parent(0) == chain.root
     assert LAYOUT.block_bytes == 16384
+
+
+def test_closing_ends_what_runs_and_what_waits(made: Cluster):
+    chain = chain_of(64)
+    made.put(chain)
+    for peer in made.peers.values():
+        peer.faults.is_silent = True
+    hit = made.pool.match(chain)
+    sink = BlockSink(empty_blocks(64))
+    stuck = [made.pool.prefetch(hit, sink, deadline_ns=soon(60)) for _ in range(4)]
+    with pytest.raises(DeadlineExceeded):
+        stuck[0].result(deadline_ns=soon(0.05))
+    began_ns = time.monotonic_ns()
+    made.pool.close()
+    assert time.monotonic_ns() - began_ns < 20e9
+    ends = []
+    for prefetch in stuck:
+        try:
+            ends.append(prefetch.result(deadline_ns=soon()).num_blocks)
+        except TransferFailed:
+            ends.append(0)
+    assert ends == [0] * 4
+
+
+def test_a_read_that_waits_for_a_buffer_can_be_cancelled(made: Cluster):
+    chain = chain_of(64)
+    made.put(chain)
+    hit = made.pool.match(chain)
+    held = [made.pool._buffers.take(deadline_ns=soon()) for _ in range(SETTINGS.pool.num_buffers)]
+    prefetch = made.pool.prefetch(hit, BlockSink(empty_blocks(64)), deadline_ns=soon(60))
+    late = made.pool.get(hit, BlockSink(empty_blocks(64)), deadline_ns=soon(0.2))
+    assert late.ends == (GetEnd.LATE, GetEnd.BEHIND)
+    prefetch.cancel()
+    assert prefetch.result(deadline_ns=soon()).ends == (GetEnd.CANCELLED, GetEnd.BEHIND)
+    for lease in held:
+        lease.release()
+    with pytest.raises(InvariantBroken):
+        held[0].hold()

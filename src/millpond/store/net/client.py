@@ -202,6 +202,9 @@ class ShardClient:
         with self._lock:
             self._next_id += 1
             read = StripeRead(self._next_id, query, part, buffer)
+            if self._is_closed:
+                read.finish(ReadEnd.CANCELLED, ())
+                return read
             self._open[read.read_id] = read
             self._carry_out(self._reads.begin(time.monotonic_ns(), read.read_id, query))
             return read
@@ -219,7 +222,7 @@ class ShardClient:
         self._on_heal(read, shard, ShardOutcome.CORRUPT)
 
     def close(self) -> None:
-        """Cancel every read and stop the timer."""
+        """Cancel every read, those that begin later too, and stop the timer."""
         with self._lock:
             self._is_closed = True
             for read in list(self._open.values()):
@@ -302,7 +305,7 @@ class ShardClient:
                 del self._status_calls[node]
                 link.cancel(call)
                 self._reads.health.eject(now_ns, node)
-        for node, link in self._links.items():
+        for node, link in list(self._links.items()):
             if node in self._status_calls:
                 continue
             try:

@@ -162,6 +162,7 @@ class NodeServer:
             written_bytes=self.node.written_bytes,
             read_bytes=self.read_bytes,
             queued_reads=sum(jobs.qsize() for jobs in self._queues),
+            read_slots=len(targets) * self.params.workers_per_target,
         )
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
@@ -325,7 +326,8 @@ class NodeServer:
                 self._finish(job, answer, [record.packed_header, view])
             finally:
                 self._buffers.give_back(buffer)
-        self.read_bytes += num_bytes
+        with self._lock:
+            self.read_bytes += num_bytes
 
     def _keep_up(self, index: int) -> None:
         target = self.node.targets[index]
