@@ -15,8 +15,8 @@ from millpond.policies.stripe_placement import (
     report_placement,
     retire_epochs,
 )
-from millpond.policies.stripe_placement.base_blocks import BASE_BLOCKS
 from millpond.policies.stripe_placement.designs import develop, known_design, transversal_design
+from millpond.policies.stripe_placement.difference_families import BASE_BLOCKS
 
 EMPTY = PoolMap(version=0, nodes=(), epochs=(), metadata=())
 EXACT = {12: 12, 13: 11, 15: 22, 16: 44, 17: 33, 19: 22, 23: 6, 24: 11, 25: 11, 45: 3, 133: 1}

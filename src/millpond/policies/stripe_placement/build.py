@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from millpond.core.chance import Chance
 from millpond.core.errors import InvariantBroken
@@ -45,57 +44,55 @@ def build_groups(points: Sequence[Point], width: int, *, allow_shared: bool = Fa
     """
     num_points = len(points)
     num_groups = num_points * GROUPS_PER_POINT
-    node = np.array([p.node for p in points])
-    rack = np.array([p.rack for p in points])
-    num_nodes, num_racks = int(node.max()) + 1, int(rack.max()) + 1
+    num_nodes, num_racks = len({p.node for p in points}), len({p.rack for p in points})
     node_limit = ceil_div(width, num_nodes) if allow_shared else 1
     rack_limit = ceil_div(width, num_racks)
     chance = Chance(num_points, "stripe_placement")
-    used = np.zeros(num_points, np.int64)
-    pairs = np.zeros((num_points, num_points), np.int64)
+    used = [0] * num_points
+    pairs = [[0] * num_points for _ in range(num_points)]
     groups: list[list[int]] = []
     while len(groups) < num_groups:
         for _ in range(_TRIES):
-            group = _pick_group(width, used, pairs, node, rack, node_limit, rack_limit, chance)
+            group = _pick_group(points, width, used, pairs, node_limit, rack_limit, chance)
             if len(group) == width:
                 break
         else:
             raise InvariantBroken(f"no group of {width} among {num_nodes} nodes in {num_racks} racks")
-        used[group] += 1
-        pairs[np.ix_(group, group)] += 1
+        for point in group:
+            used[point] += 1
+            for other in group:
+                pairs[point][other] += 1
         groups.append(group)
     return balance_roles(groups, num_points)
 
 
 def _pick_group(
+    points: Sequence[Point],
     width: int,
-    used: np.ndarray,
-    pairs: np.ndarray,
-    node: np.ndarray,
-    rack: np.ndarray,
+    used: Sequence[int],
+    pairs: Sequence[Sequence[int]],
     node_limit: int,
     rack_limit: int,
     chance: Chance,
 ) -> list[int]:
     """Pick the least used points, of those the ones that have met the group least; ties by chance."""
     group: list[int] = []
-    met = np.zeros(len(used), np.int64)
-    on_node = np.zeros(int(node.max()) + 1, np.int64)
-    in_rack = np.zeros(int(rack.max()) + 1, np.int64)
-    is_free = np.ones(len(used), bool)
+    met = [0] * len(points)
+    on_node: Counter[int] = Counter()
+    in_rack: Counter[int] = Counter()
     for _ in range(width):
-        can = is_free & (on_node[node] < node_limit) & (in_rack[rack] < rack_limit)
-        if not can.any():
+        can = [
+            i
+            for i, point in enumerate(points)
+            if on_node[point.node] < node_limit and in_rack[point.rack] < rack_limit and i not in group
+        ]
+        if not can:
             break
-        # A point that has met the group too often costs more than one step of use.
-        least = int(used[can].min())
-        can &= used <= least
-        fewest = int(met[can].min())
-        choices = np.flatnonzero(can & (met == fewest))
-        point = int(choices[chance.below(len(choices))])
-        group.append(point)
-        is_free[point] = False
-        on_node[node[point]] += 1
-        in_rack[rack[point]] += 1
-        met += pairs[point]
+        best = min((used[i], met[i]) for i in can)
+        choices = [i for i in can if (used[i], met[i]) == best]
+        picked = choices[chance.below(len(choices))]
+        group.append(picked)
+        on_node[points[picked].node] += 1
+        in_rack[points[picked].rack] += 1
+        met = [before + more for before, more in zip(met, pairs[picked], strict=True)]
     return group

@@ -6,7 +6,7 @@ loss of one is rebuilt from all others alike.
 
 `develop` takes base blocks in an abelian group and adds every element to them, which gives the first two
 properties for nothing. Base blocks whose differences are all equally frequent give the third too: a block
-design. `base_blocks` holds searched ones for Z_v; the rest of this file are known constructions.
+design. `difference_families` holds searched ones for Z_v; the rest of this file are known constructions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, product
 
-from millpond.policies.stripe_placement.base_blocks import BASE_BLOCKS
+from millpond.policies.stripe_placement.difference_families import BASE_BLOCKS
 
 Groups = tuple[tuple[int, ...], ...]
 """Group -> the point of each shard, in shard order."""

@@ -25,7 +25,7 @@ from millpond.policies.stripe_placement.designs import (
 
 MAX_LIVE_EPOCHS = 4
 MAX_EPOCH = 0xFFFF
-MAX_POINTS = 1024
+MAX_POINTS = 512
 """Virtual points of one table; weights are relative, so small ones do."""
 
 

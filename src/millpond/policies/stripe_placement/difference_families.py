@@ -1,7 +1,7 @@
 """Base blocks in Z_v for v = 14 ... 150, groups of 12, as annealing found them.
 
-One line per v, its base blocks separated by bars. `tests/golden/make_base_blocks.py` searches such lines; the
-tests check the spread of each. Never change one: stored stripes lie where these say.
+One line per v, its base blocks separated by bars. `tests/golden/make_difference_families.py` searches such
+lines; the tests check the spread of each. Never change one: stored stripes lie where these say.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Searches the base blocks of `policies/stripe_placement/base_blocks.py` by annealing; prints its lines.
+"""Searches base blocks for `policies/stripe_placement/difference_families.py` by annealing; prints lines.
 
-    python tests/golden/make_base_blocks.py 14 151
+    python tests/golden/make_difference_families.py 14 151
 
 Base blocks in Z_v whose differences all occur about equally often develop, by adding 0 ... v - 1 to every
 point, into groups in which all pairs of points meet about equally often. Of one to four base blocks the
