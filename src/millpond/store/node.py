@@ -85,15 +85,11 @@ class StorageNode:
 
     def pick(self, fingerprint: int) -> int:
         """Index of the target that a shard belongs on: of those that take writes, the highest draw."""
-        order = self._order(fingerprint)
-        return order[0]
+        return self._order(fingerprint)[0]
 
     def find(self, fingerprint: int) -> int | None:
-        """Index of a target that holds a shard, from memory."""
-        for index, target in enumerate(self.targets):
-            if target.holds(fingerprint):
-                return index
-        return None
+        """Index of the target to read a shard from, from memory."""
+        return next(iter(self._holders(fingerprint)), None)
 
     def put(self, key: ShardKey, record: memoryview) -> None:
         """Store a record.
@@ -130,14 +126,12 @@ class StorageNode:
             ExtentAbsent: No target holds it.
             NodeRefused: Its drive cannot read it.
         """
-        fingerprint = key.fingerprint
         absent = ExtentAbsent("no such shard", code="store.absent")
-        for target in self.targets:
-            if target.holds(fingerprint):
-                try:
-                    return target.open_record(key, now_s=self._calendar.now_s())
-                except ExtentAbsent as error:
-                    absent = error
+        for index in self._holders(key.fingerprint):
+            try:
+                return self.targets[index].open_record(key, now_s=self._calendar.now_s())
+            except ExtentAbsent as error:
+                absent = error
         raise absent
 
     def drop(self, key: ShardKey) -> bool:
@@ -177,6 +171,16 @@ class StorageNode:
         """Seal and close all targets."""
         for target in self.targets:
             target.close(now_s=self._calendar.now_s())
+
+    def _holders(self, fingerprint: int) -> list[int]:
+        """Targets that hold a shard. There are two if it was put again while one did not take writes: the
+        one that takes it now comes first, it has the newer copy.
+        """
+        holders = [index for index, target in enumerate(self.targets) if target.holds(fingerprint)]
+        if len(holders) > 1:
+            order = self._order(fingerprint)
+            holders.sort(key=lambda index: order.index(index) if index in order else len(order))
+        return holders
 
     def _order(self, fingerprint: int) -> list[int]:
         writable = [i for i, target in enumerate(self.targets) if target.state is TargetState.OK]

@@ -31,7 +31,7 @@ def test_campaign_bitflip_returns_no_wrong_byte(num_rounds):
     for _ in range(num_rounds or SHORT_ROUNDS):
         name = sorted(name for name in disk.names() if name.endswith(".seg"))[chance.below(2)]
         disk.flip(name, chance.below(8 * disk.file_bytes(name)))
-        if chance.below(3) == 0:
+        if chance.below(8) == 0:
             target.close(now_s=NOW)
             target = Target(disk, PARAMS, now_s=NOW)
             assert target.state is TargetState.OK
