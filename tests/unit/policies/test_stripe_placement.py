@@ -85,7 +85,7 @@ def test_developed_tables_use_every_node_in_every_role_equally(num_points):
     assert spread(groups, num_points) <= 2
 
 
-@pytest.mark.parametrize("num_nodes", [13, 14, 16, 18, 23, 24, 32, 36, 45, 64, 80, 100, 128])
+@pytest.mark.parametrize("num_nodes", [*range(13, 129, 5), 24, 45, 50, 64, 113, 127, 138, 144, 150])
 def test_rebuild_reads_are_level_with_one_survivor_skipped(num_nodes):
     epoch = make_epoch(0, nodes_of(num_nodes), 10, 2)
     plan = plan_rebuild_reads(epoch, "s003")
