@@ -10,7 +10,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from millpond.core.hashing import BLOCK_HASH_BYTES
 from millpond.core.pool_map import PoolMap
@@ -18,63 +19,85 @@ from millpond.core.pool_map import PoolMap
 MAX_DEPTH = 1024
 _MASK = (1 << 64) - 1
 
-
-def depth_of(pool_map: PoolMap, hashes: bytes) -> int:
-    """Blocks of a chain whose last one picks the shard.
-
-    Args:
-        pool_map: Has the table.
-        hashes: 16 bytes per block, from block 0 on.
-    """
-    first = hashes[:BLOCK_HASH_BYTES]
-    return dict(pool_map.depths).get(first, pool_map.default_depth)
+LookupKey: TypeAlias = tuple[bytes, bytes]
+"""Hashes of block 0 and of the block that picks the shard."""
 
 
-def shard_of(shards: Sequence[str], hashes: bytes, depth: int) -> int:
-    """Index of the shard of a chain; a chain shorter than `depth` goes by its last block.
+class ShardTable:
+    """Chain -> shard under one pool map. Chains are 16 bytes per block, from block 0 on, at least one.
 
     Guarantees:
         Adding or removing one of n shards moves 1/n of the chains and no other (rendezvous hashing).
     """
-    end = min(depth * BLOCK_HASH_BYTES, len(hashes))
-    key = int.from_bytes(hashes[end - BLOCK_HASH_BYTES : end], "little") & _MASK
-    return max(range(len(shards)), key=lambda index: _mix(key ^ _seed(shards[index])))
+
+    def __init__(self, pool_map: PoolMap) -> None:
+        self.num_shards = len(pool_map.metadata)
+        self._seeds = tuple(map(_seed, pool_map.metadata))
+        self._default_depth = pool_map.default_depth
+        self._depths = dict(pool_map.depths)
+
+    def depth_of(self, first: bytes) -> int:
+        """Blocks of a chain with this first block whose last one picks the shard."""
+        return self._depths.get(first, self._default_depth)
+
+    def lookup_key(self, hashes: bytes) -> LookupKey:
+        """Under which a look-up of a chain counts; see `deepened`."""
+        first = hashes[:BLOCK_HASH_BYTES]
+        return first, _block_of(hashes, self.depth_of(first))
+
+    def pick(self, block_hash: bytes) -> int:
+        """Shard that a block picks."""
+        if self.num_shards == 1:
+            return 0
+        key = int.from_bytes(block_hash, "little") & _MASK
+        draws = [_mix(key ^ seed) for seed in self._seeds]
+        return draws.index(max(draws))
+
+    def owner(self, hashes: bytes) -> int:
+        """Shard of a chain; one shorter than its depth goes by its last block."""
+        return self.pick(self.lookup_key(hashes)[1])
+
+    def in_order(self, hashes: bytes) -> list[int]:
+        """The shard of a chain first, then those it belonged to when its depth was smaller, newest first.
+
+        Extents written before the depth grew are still there: a reader that finds less than the whole chain
+        asks them next.
+        """
+        depth = self.depth_of(hashes[:BLOCK_HASH_BYTES])
+        order = [self.pick(_block_of(hashes, depth))]
+        while depth > self._default_depth:
+            depth //= 2
+            shard = self.pick(_block_of(hashes, depth))
+            if shard not in order:
+                order.append(shard)
+        return order
 
 
-def shards_in_order(pool_map: PoolMap, hashes: bytes) -> list[int]:
-    """The shard of a chain first, then those it belonged to when its depth was smaller, newest first.
-
-    Extents written before the depth grew are still there: a reader that finds less than the whole chain asks
-    them next.
-    """
-    depth = depth_of(pool_map, hashes)
-    order: list[int] = []
-    while depth >= pool_map.default_depth:
-        shard = shard_of(pool_map.metadata, hashes, depth)
-        if shard not in order:
-            order.append(shard)
-        depth //= 2
-    return order
-
-
-def deepened(pool_map: PoolMap, lookups: Mapping[bytes, int]) -> dict[bytes, int]:
+def deepened(pool_map: PoolMap, lookups: Mapping[LookupKey, int], total: int) -> dict[bytes, int]:
     """New depths of the prefixes that are asked for too often.
 
     Args:
         pool_map: The table as it is.
-        lookups: Hash of block 0 -> look-ups in the window, over all shards.
+        lookups: Look-ups of the busiest keys in the window, over all shards; only of chains longer than their
+            depth, as nothing else can be spread.
+        total: Look-ups of all chains.
 
     Returns:
-        Doubled depth of every prefix with more than 1 / (4 x shards) of the look-ups; nothing if there is
-        only one shard.
+        Doubled depth of the first block of every key with more than 1 / (4 x shards) of the look-ups; nothing
+        if there is only one shard.
     """
-    num_shards, total = len(pool_map.metadata), sum(lookups.values())
-    if num_shards < 2 or not total:
+    num_shards = len(pool_map.metadata)
+    if num_shards < 2:
         return {}
     depths = dict(pool_map.depths)
-    busy = {first: count for first, count in lookups.items() if count * 4 * num_shards > total}
+    busy = {first for (first, _), count in lookups.items() if count * 4 * num_shards > total}
     wanted = {first: depths.get(first, pool_map.default_depth) * 2 for first in busy}
     return {first: depth for first, depth in wanted.items() if depth <= MAX_DEPTH}
+
+
+def _block_of(hashes: bytes, depth: int) -> bytes:
+    end = min(depth * BLOCK_HASH_BYTES, len(hashes))
+    return hashes[end - BLOCK_HASH_BYTES : end]
 
 
 def _mix(value: int) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from millpond.core.errors import InvariantBroken, OverloadError
 from millpond.core.extents import ExtentId, StripeId, TenantId
-from millpond.core.hashing import BLOCK_HASH_BYTES
+from millpond.core.hashing import BLOCK_HASH_BYTES, DIGEST_BYTES
 
 NUM_TABLES = 64
 MAX_EXTENTS = (1 << 25) - 1
@@ -309,6 +309,9 @@ class BlockIndex:
         self._num_slots = 0
         self._free: list[int] = []
         self._dead: list[int] = []
+        self._sweeping: list[int] = []
+        """Dead slots of the pass that is going on, which has done tables `[0, _swept)`."""
+        self._swept = 0
         self._found = np.zeros((0, 2), np.int64)
         self.num_extents = 0
 
@@ -392,6 +395,25 @@ class BlockIndex:
         """What `insert` was given for this slot."""
         return _unpack(self._records[slot])
 
+    def location_fields(self, slots: npt.NDArray[np.int64]) -> list[tuple[Any, ...]]:
+        """Of each slot, the first fields of a message `Location`, in order."""
+        records = self._records[slots]
+        digests = records[:, :4].tobytes()
+        return [
+            (
+                digests[at : at + DIGEST_BYTES],
+                rest >> 40 & 0xFF,
+                owner >> 32 & 0xFFFF,
+                place >> 32,
+                nonce,
+                owner >> 48,
+                rest >> 49 & 1,
+            )
+            for at, (nonce, place, owner, rest) in zip(
+                range(0, len(digests), DIGEST_BYTES), records[:, 4:].tolist(), strict=True
+            )
+        ]
+
     def find(self, block_hash: bytes) -> int:
         """Slot of the live extent that holds a block, or -1."""
         low, high = np.frombuffer(block_hash, np.uint64)
@@ -409,14 +431,23 @@ class BlockIndex:
 
     def sweep(self) -> int:
         """Take out all entries of removed extents and reuse their slots. Returns the entries removed."""
-        if not self._dead:
+        removed = self.sweep_tables(NUM_TABLES)  # ends the pass that is going on, if there is one
+        return removed + self.sweep_tables(NUM_TABLES)
+
+    def sweep_tables(self, num_tables: int) -> int:
+        """Go on with `sweep` for so many of the 64 tables, which takes a fraction of its time."""
+        if not self._sweeping:
+            self._sweeping, self._dead = self._dead, []
+        if not self._sweeping:
             return 0
-        removed = sum(
-            int(_sweep(self._tables, self._capacity, self._used, self._records, np.int64(table)))
-            for table in range(NUM_TABLES)
-        )
-        self._free += self._dead
-        self._dead = []
+        removed = 0
+        end = min(self._swept + num_tables, NUM_TABLES)
+        for table in range(self._swept, end):
+            removed += int(_sweep(self._tables, self._capacity, self._used, self._records, np.int64(table)))
+        self._swept = end % NUM_TABLES
+        if not self._swept:
+            self._free += self._sweeping
+            self._sweeping = []
         return removed
 
     def slots_before(self, hour: int, max_age_hours: int) -> npt.NDArray[np.int64]:
@@ -472,7 +503,7 @@ class BlockIndex:
         return bool(int(self._records[slot, 7]) >> 48 & _LIVE)
 
     def _take_slot(self) -> int:
-        if not self._free and self._num_slots == self._max_extents and self._dead:
+        if not self._free and self._num_slots == self._max_extents:
             self.sweep()
         if self._free:
             return self._free.pop()

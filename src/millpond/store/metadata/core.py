@@ -15,6 +15,7 @@ from millpond.core.errors import InvalidRequest, QuotaExceeded
 from millpond.core.extents import ExtentId, StripeId, TenantId
 from millpond.core.hashing import BLOCK_HASH_BYTES, DIGEST_BYTES
 from millpond.core.units import SECOND_NS
+from millpond.policies.metadata_shard import LookupKey, ShardTable
 from millpond.store.index import BlockIndex, ExtentEntry
 from millpond.store.metadata.quotas import QuotaBook, stored_kib
 from millpond.store.net.messages import (
@@ -35,6 +36,9 @@ from millpond.store.net.messages import (
 )
 
 HOUR_S = 3600
+EXPIRY_PERIOD_S = 60
+TABLES_PER_TICK = 4
+"""A whole sweep of a large index takes a tenth of a second, in which nobody is answered."""
 
 _Name: TypeAlias = tuple[bytes, int]
 """(digest, blocks): an extent as messages name it."""
@@ -92,11 +96,14 @@ class MetadataCore:
     index: BlockIndex = field(default_factory=BlockIndex)
     quotas: QuotaBook = field(default_factory=QuotaBook)
     counts: MetadataCounts = field(default_factory=MetadataCounts)
-    lookups: Counter[bytes] = field(default_factory=Counter)
-    """Hash of block 0 -> look-ups since somebody last took them (`policies.metadata_shard.deepened`)."""
+    shards: ShardTable | None = None
+    """To count look-ups by what they could be spread by; without it they are not counted."""
+    lookups: Counter[LookupKey] = field(default_factory=Counter)
+    """Of chains longer than their depth, since somebody last took them (`policies.metadata_shard`)."""
     _leases: dict[_Name, _Lease] = field(default_factory=dict)
     _pins: dict[_Name, dict[tuple[TenantId, int], int]] = field(default_factory=dict)
     """Extent -> (tenant, holder) -> when it ends."""
+    _next_expiry_ns: int = 0
 
     def __post_init__(self) -> None:
         """Charge the tenants for what a restored index holds."""
@@ -150,11 +157,13 @@ class MetadataCore:
                 del holders[holder]
             if not holders:
                 del self._pins[name]
-        hour = unix_s // HOUR_S & 0xFFFF
-        over = self.index.slots_before(hour, self.params.ttl_hours).tolist()
-        expired = [slot for slot in over if not self._is_pinned(slot)]
-        self.counts.expired_extents += self._remove(expired)
-        self.index.sweep()
+        if now_ns >= self._next_expiry_ns:
+            self._next_expiry_ns = now_ns + EXPIRY_PERIOD_S * SECOND_NS
+            hour = unix_s // HOUR_S & 0xFFFF
+            over = self.index.slots_before(hour, self.params.ttl_hours).tolist()
+            expired = [slot for slot in over if not self._is_pinned(slot)]
+            self.counts.expired_extents += self._remove(expired)
+        self.index.sweep_tables(TABLES_PER_TICK)
 
     def drop_tenant(self, tenant: TenantId) -> int:
         """Forget everything a tenant was charged for, pins and leases included; how many extents."""
@@ -163,9 +172,7 @@ class MetadataCore:
         for holders in self._pins.values():
             for holder in [holder for holder in holders if holder[0] == tenant]:
                 del holders[holder]
-        removed = self._remove(self.index.slots_of(tenant).tolist())
-        self.index.sweep()
-        return removed
+        return self._remove(self.index.slots_of(tenant).tolist())
 
     def check(self) -> None:
         """Assert that what the tenants are charged is what exists."""
@@ -185,20 +192,27 @@ class MetadataCore:
         self.counts.asked_blocks += len(payload) // BLOCK_HASH_BYTES
         if not payload:
             return Matched(0, (), ())
-        self.lookups[payload[:BLOCK_HASH_BYTES]] += 1
+        if self.shards is not None:
+            self._count_lookup(self.shards, payload)
         num_blocks, found = self.index.match(payload, request.window, hour)
-        pairs = found.tolist()
         self.counts.matched_blocks += num_blocks
-        locations = tuple(self._location(slot) for slot, _ in pairs)
-        return Matched(num_blocks, locations, tuple(first for _, first in pairs))
+        locations = tuple(Location(*fields) for fields in self.index.location_fields(found[:, 0]))
+        return Matched(num_blocks, locations, tuple(found[:, 1].tolist()))
+
+    def _count_lookup(self, shards: ShardTable, hashes: bytes) -> None:
+        key = shards.lookup_key(hashes)
+        if not hashes.endswith(key[1]):
+            self.lookups[key] += 1
 
     def _touch(self, request: Touch, payload: bytes, now_ns: int, hour: int) -> Done:
         return Done(self.index.match(payload, 1, hour)[0] if payload else 0)
 
     def _reserve(self, request: Reserve, payload: bytes, now_ns: int, hour: int) -> Reserved:
         names = request.extents
-        if len(names) != len(request.num_bytes) or any(not _is_name(name) for name in names):
+        if len(names) != len(request.num_bytes) or not all(map(_is_name, names)):
             raise InvalidRequest("reserve names no extents, or not the bytes of each", code="bad_request")
+        if not _fits(request.tenant, 32) or not all(_fits(size, 40) for size in request.num_bytes):
+            raise InvalidRequest("no such tenant, or not so many bytes", code="bad_request")
         given: list[int] = []
         try:
             for name, num_bytes in zip(names, request.num_bytes, strict=True):
@@ -242,6 +256,8 @@ class MetadataCore:
         for entry, slot in entries:
             if missing <= 0:
                 break
+            if not entry.num_kib:
+                continue  # a copy that is charged elsewhere
             doomed.append(slot)
             missing -= entry.num_kib
         self.counts.quota_evictions += self._remove(doomed)
@@ -251,10 +267,8 @@ class MetadataCore:
         name = (where.digest, where.num_blocks)
         if not _is_name(name) or payload[-BLOCK_HASH_BYTES:] != where.digest[:BLOCK_HASH_BYTES]:
             raise InvalidRequest("commit without the hashes of its blocks", code="bad_request")
-        if len(payload) != where.num_blocks * BLOCK_HASH_BYTES:
-            raise InvalidRequest(
-                f"{len(payload)} bytes are not {where.num_blocks} hashes", code="bad_request"
-            )
+        if len(payload) != where.num_blocks * BLOCK_HASH_BYTES or not _is_in_range(request):
+            raise InvalidRequest("commit of an extent that cannot be", code="bad_request")
         lease = self._leases.get(name)
         if lease is not None and lease.holder == request.holder:
             self._end_lease(name, lease)
@@ -296,6 +310,8 @@ class MetadataCore:
 
     def _forget(self, request: Forget, payload: bytes, now_ns: int, hour: int) -> Done:
         where = request.location
+        if not _is_name((where.digest, where.num_blocks)):
+            raise InvalidRequest("forget names no extent", code="bad_request")
         slot = self.index.find(where.digest[:BLOCK_HASH_BYTES])
         if slot < 0:
             return Done(0)
@@ -311,6 +327,8 @@ class MetadataCore:
         return Done(self._remove([slot]))
 
     def _pin(self, request: Pin, payload: bytes, now_ns: int, hour: int) -> Done:
+        if not all(map(_is_name, request.extents)):
+            raise InvalidRequest("pin names no extents", code="bad_request")
         ends_ns = now_ns + min(max(request.ttl_ns, 0), int(self.params.max_pin_s * SECOND_NS))
         limit_kib = self.quotas.quota(TenantId(request.tenant)).max_pinned_mib * 1024
         pinned_kib = self._pinned_kib(TenantId(request.tenant)) if limit_kib else 0
@@ -371,18 +389,23 @@ class MetadataCore:
                 total += self.index.entry(slot).num_kib if slot >= 0 else 0
         return total
 
-    def _location(self, slot: int) -> Location:
-        entry = self.index.entry(slot)
-        return Location(
-            entry.extent.digest,
-            entry.extent.num_blocks,
-            entry.stripe.epoch,
-            entry.stripe.group,
-            entry.stripe.nonce,
-            entry.missing,
-            int(entry.approximate),
-        )
-
 
 def _is_name(name: _Name) -> bool:
     return len(name[0]) == DIGEST_BYTES and 1 <= name[1] <= 0xFF
+
+
+def _fits(value: int, num_bits: int) -> bool:
+    return 0 <= value < 1 << num_bits
+
+
+def _is_in_range(request: Commit) -> bool:
+    where = request.location
+    return (
+        _fits(request.tenant, 32)
+        and _fits(request.first_block, 32)
+        and _fits(request.num_bytes, 40)
+        and _fits(where.epoch, 16)
+        and _fits(where.group, 32)
+        and _fits(where.nonce, 64)
+        and _fits(where.missing, 16)
+    )

@@ -160,6 +160,8 @@ class Matched(Message, frozen=True, array_like=True):
     extents: tuple[Location, ...]
     begins: tuple[int, ...]
     """Per extent: index in the chain of its first block."""
+    map_version: int = 0
+    """Newest that the shard knows."""
 
 
 class Reserve(Message, frozen=True, array_like=True):
@@ -263,6 +265,58 @@ class MapAnswer(Message, frozen=True, array_like=True):
     version: int
 
 
+class MapUpdate(Message, frozen=True, array_like=True):
+    """Replace the map by a newer one. Payload: the `PoolMap` as msgpack. Answer `Done`: 1 if it was newer."""
+
+    version: int
+
+
+class LookupReport(Message, frozen=True, array_like=True):
+    """What a metadata shard was asked since its last report. Answer `MapAnswer`."""
+
+    total: int
+    """Look-ups."""
+    keys: tuple[tuple[bytes, bytes, int], ...]
+    """(hash of block 0, hash of the block that picked the shard, look-ups) of the busiest."""
+
+
+class SetQuota(Message, frozen=True, array_like=True):
+    """Change what a tenant may store on this shard; 0: no limit. Answer `Done`."""
+
+    tenant: int
+    max_mib: int
+    write_mib_s: float
+    max_pinned_mib: int
+
+
+class DropTenant(Message, frozen=True, array_like=True):
+    """Forget everything that a tenant wrote. Answer `Done`: extents forgotten."""
+
+    tenant: int
+
+
+class MetadataStatusQuery(Message, frozen=True, array_like=True):
+    """Answer: `MetadataStatus`."""
+
+
+class MetadataStatus(Message, frozen=True, array_like=True):
+    """State of a metadata shard."""
+
+    name: str
+    boot: int
+    map_version: int
+    num_blocks: int
+    num_extents: int
+    num_leases: int
+    num_pins: int
+    rebuild_left: int
+    """Storage nodes whose records are still being read after a start without a checkpoint."""
+    counts: dict[str, int]
+    """Since the start, by name."""
+    tenants: tuple[tuple[int, int, int], ...] = ()
+    """(tenant, KiB used, KiB reserved)."""
+
+
 KINDS: dict[int, type[Message]] = dict(
     enumerate(
         (
@@ -291,6 +345,12 @@ KINDS: dict[int, type[Message]] = dict(
             Unpin,
             Touch,
             Evict,
+            MapUpdate,
+            LookupReport,
+            SetQuota,
+            DropTenant,
+            MetadataStatusQuery,
+            MetadataStatus,
         ),
         start=1,
     )
