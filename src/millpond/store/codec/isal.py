@@ -107,7 +107,7 @@ class _IsalCombine:
         addresses = shards.addresses
         coded = [addresses[shard] for shard in self._coded]
         is_xor = self._is_xor and coded[0] % _XOR_ALIGN_BYTES == 0
-        if self._kernels is not None and all(end - begin >= MIN_SUM_BYTES for begin, end in spans):
+        if summed and self._kernels is not None and all(end - begin >= MIN_SUM_BYTES for begin, end in spans):
             count = len(spans) * len(summed)
             sums = bytearray(8 * count + 8)
             self._kernels.mp_code_spans(
