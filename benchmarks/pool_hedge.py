@@ -29,7 +29,8 @@ from millpond.store.chain import BlockChain, Hit
 from millpond.store.extent_get import GetEnd, RowsReady
 from millpond.store.local_metadata import LocalMetadata
 from millpond.store.metadata.core import MetadataCore
-from millpond.store.pool import Pool, PoolParams, PoolSettings
+from millpond.store.pool import Pool
+from millpond.store.pool_settings import PoolParams, PoolSettings
 
 SMALL = uniform_layout(num_layers=4, kv_bytes_per_token=8, dtype="bf16")
 """Shards of 26 KB, so that two cores serve twelve nodes and reads wait for disks, not for the processor."""

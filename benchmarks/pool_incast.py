@@ -26,7 +26,8 @@ from millpond.policies.receive_window import ReceiveWindowParams
 from millpond.serve.testbed.netns import LinkShape, NetworkBed
 from millpond.store.local_metadata import LocalMetadata
 from millpond.store.metadata.core import MetadataCore
-from millpond.store.pool import Pool, PoolParams, PoolSettings
+from millpond.store.pool import Pool
+from millpond.store.pool_settings import PoolParams, PoolSettings
 
 LINK = LinkShape(100_000_000, queue_bytes=64 * KIB)
 """So slow that the link and not the processor is what reads wait for; a queue of five milliseconds."""

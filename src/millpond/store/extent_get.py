@@ -16,16 +16,16 @@ from typing import Protocol
 
 from millpond.control.extent_read import CodedRead, ReadEnd
 from millpond.core.errors import ChecksumMismatch, DeadlineExceeded, StaleEpoch
-from millpond.core.extents import NodeId, StripeId, StripeShape
+from millpond.core.extents import StripeId, StripeShape
 from millpond.core.units import KIB, MILLISECOND_NS
 from millpond.store.buffers import BufferLease, BufferPool
 from millpond.store.chain import Hit, HitExtent
-from millpond.store.codec.reed_solomon import ReedSolomon
 from millpond.store.net.client import ShardClient, ShardRange, StripeRead
 from millpond.store.payload import PayloadShape, payload_shape
 from millpond.store.record import RecordHeader, header_size
 from millpond.store.stripe import Block, copy_rows_out, open_rows
 from millpond.store.stripe_buffer import StripeBuffer
+from millpond.store.stripe_plans import StripePlan
 
 _CANCEL_NS = 50 * MILLISECOND_NS
 """How soon a read that waits for a buffer notices that nobody wants it any more."""
@@ -111,15 +111,6 @@ class GetResult:
     """Per extent of the hit."""
     gone: tuple[int, ...]
     """Extents of the hit whose shards are gone for good: their index entries are wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class StripePlan:
-    """What placement says about one stripe."""
-
-    nodes: tuple[NodeId, ...]
-    shape: StripeShape
-    codec: ReedSolomon
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from millpond.core.extents import NodeId, StripeId
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.store.buffers import BufferLease, BufferPool
 from millpond.store.chain import BlockChain
-from millpond.store.extent_get import StripePlan
 from millpond.store.net.connection import Call
 from millpond.store.net.messages import Abort, Commit, Done, Location, PutShard, Reserve, Reserved
 from millpond.store.net.node_link import NodePort
@@ -38,6 +37,7 @@ from millpond.store.payload import payload_shape
 from millpond.store.ports import MetadataPort
 from millpond.store.stripe import Block, ExtentMeta, encode_extent
 from millpond.store.stripe_buffer import StripeBuffer
+from millpond.store.stripe_plans import StripePlan
 
 log = structlog.get_logger(__name__)
 

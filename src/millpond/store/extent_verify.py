@@ -9,13 +9,14 @@ from millpond.core.errors import DataError, MillpondError
 from millpond.core.extents import NodeId
 from millpond.store.buffers import BufferPool
 from millpond.store.chain import Hit, HitExtent
-from millpond.store.extent_get import StripePlan, check_identity
+from millpond.store.extent_get import check_identity
 from millpond.store.net.client import ShardRange, StripeRead, outcome_of
 from millpond.store.net.connection import Call
 from millpond.store.net.node_link import NodePort
 from millpond.store.payload import payload_shape
 from millpond.store.record import check_payload, header_size
 from millpond.store.stripe_buffer import StripeBuffer
+from millpond.store.stripe_plans import StripePlan
 
 
 def verify_extent(

@@ -12,34 +12,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import structlog
 
 from millpond.control.extent_read import ShardOutcome
-from millpond.control.extent_write import ExtentWriteParams
 from millpond.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     InvariantBroken,
     MillpondError,
-    StaleEpoch,
     TransferFailed,
 )
-from millpond.core.extents import NodeId, StripeId, StripeShape, window_blocks
+from millpond.core.extents import NodeId, StripeId, window_blocks
 from millpond.core.kv_layout import KvLayout
-from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
+from millpond.core.pool_map import PoolMap, StorageNodeInfo
 from millpond.core.units import SECOND_NS
-from millpond.policies.receive_window import ReceiveWindowParams
-from millpond.policies.shard_pick import ShardPickParams
 from millpond.store.buffers import BufferPool
 from millpond.store.chain import BlockChain, Hit, HitExtent, cut_at_windows
 from millpond.store.clock import Clock, SystemClock
-from millpond.store.codec.reed_solomon import ReedSolomon
-from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder, RowSink, StripePlan
+from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder, RowSink
 from millpond.store.extent_put import ExtentPuts, PutRequest, PutResult, WriteTools
 from millpond.store.extent_verify import verify_extent
 from millpond.store.net.client import ShardClient, StripeRead
@@ -56,42 +50,15 @@ from millpond.store.net.messages import (
 )
 from millpond.store.net.node_link import NodeLink, NodeLinkParams, NodePort
 from millpond.store.payload import payload_shape
+from millpond.store.pool_settings import PoolSettings
 from millpond.store.ports import MetadataPort
 from millpond.store.stripe import Block
 from millpond.store.stripe_buffer import stripe_bytes
+from millpond.store.stripe_plans import StripePlans
 
 log = structlog.get_logger(__name__)
 
 OpenNode = Callable[[StorageNodeInfo], NodePort]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolParams:
-    """One client of the pool."""
-
-    num_buffers: int = 24
-    """Stripes on their way at once; each takes 1.2 windows of memory."""
-    num_senders: int = 24
-    """Threads that send shards; a node that has stopped blocks one of them for 2 s."""
-    num_prefetches: int = 2
-    """Prefetches that run at once; more wait."""
-    min_piece_kib: int = 128
-    """Rows are read in groups of at least this size per shard."""
-    metadata_s: float = 2.0
-    """Deadline of calls to the metadata that have none of their own."""
-    open_s: float = 3.0
-    """How long opening waits for the first connection to each node."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """Every parameter of a client."""
-
-    pool: PoolParams = field(default_factory=PoolParams)
-    pick: ShardPickParams = field(default_factory=ShardPickParams)
-    window: ReceiveWindowParams = field(default_factory=ReceiveWindowParams)
-    write: ExtentWriteParams = field(default_factory=ExtentWriteParams)
-    link: NodeLinkParams = field(default_factory=NodeLinkParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +112,7 @@ class Pool:
 
     Raises:
         TransientError: The metadata does not answer.
+        ConfigError: No group of the pool takes our writes.
     """
 
     def __init__(
@@ -163,18 +131,16 @@ class Pool:
         self._settings = settings = settings or PoolSettings()
         self._open_node = open_node or (lambda info: _open_node(info, name, token, settings.link))
         self._clock = clock or SystemClock()
-        self._map = metadata.pool_map(deadline_ns=self._soon_ns())
-        self._links: dict[NodeId, NodePort] = {}
         self._nonce_base = secrets.randbits(32) << 32
+        self._plans = self._fetch_plans()
+        self._links: dict[NodeId, NodePort] = {}
         self._nonces = itertools.count()
         self._holder = secrets.randbits(64)
-        self._plan_of = lru_cache(256)(self._make_plan)
         self.heals: deque[HealOrder] = deque(maxlen=4096)
         """What reads found to be absent or corrupt, newest last; a rebuilder takes from the left."""
         self.window = window_blocks(layout)
         """Blocks of a full extent."""
-        epoch = self._map.epochs[-1]
-        largest = payload_shape(StripeShape(layout, self.window, epoch.k, epoch.m))
+        largest = payload_shape(self._plans.largest_shape(self.window))
         self._buffers = BufferPool(settings.pool.num_buffers, stripe_bytes(largest))
         self._connect(time.monotonic_ns() + int(settings.pool.open_s * SECOND_NS))
         self._client = ShardClient(self._links, settings.pick, settings.window, self._on_heal)
@@ -211,7 +177,7 @@ class Pool:
             TransientError: The metadata does not answer.
         """
         answer = self._metadata.call(
-            Match(chain.tenant, chain.domain, self._map.version, self.window),
+            Match(chain.tenant, chain.domain, self._plans.pool_map.version, self.window),
             chain.hashes,
             prefix=chain.hashes,
             deadline_ns=deadline_ns or self._soon_ns(),
@@ -293,8 +259,8 @@ class Pool:
             buffers=self._buffers,
             metadata=self._metadata,
             senders=self._senders,
-            new_stripe=self._new_stripe,
-            plan_of=self._plan_of,
+            new_stripe=lambda: self._plans.new_stripe(self._nonces, self._client.reads.health.ejected),
+            plan_of=self._plans.plan_of,
             holder=secrets.randbits(64),
             unix_s=self._clock.unix_s,
             params=self._settings.write,
@@ -322,10 +288,13 @@ class Pool:
 
     def verify(self, hit: Hit, *, deadline_ns: int) -> list[tuple[ShardOutcome, ...]]:
         """Read and check every shard of a hit; per extent the outcome of each shard."""
-        return [
-            verify_extent(self._links, self._buffers, self._plan(part), hit, part, deadline_ns=deadline_ns)
-            for part in hit.extents
-        ]
+        outcomes: list[tuple[ShardOutcome, ...]] = []
+        for part in hit.extents:
+            plan = self._plans.plan_of(part.stripe, part.location.num_blocks)
+            outcomes.append(
+                verify_extent(self._links, self._buffers, plan, hit, part, deadline_ns=deadline_ns)
+            )
+        return outcomes
 
     def refresh_map(self) -> PoolMap:
         """Fetch the newest map and connect to the nodes that are new in it.
@@ -333,10 +302,9 @@ class Pool:
         Raises:
             TransientError: The metadata does not answer.
         """
-        self._map = self._metadata.pool_map(deadline_ns=self._soon_ns())
-        self._plan_of.cache_clear()
+        self._plans = self._fetch_plans()
         self._connect(time.monotonic_ns())
-        return self._map
+        return self._plans.pool_map
 
     def close(self) -> None:
         """Cancel what is on its way and close all connections."""
@@ -347,11 +315,10 @@ class Pool:
             link.close()
 
     def _make_get(self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder) -> ExtentGet:
-        known = {epoch.epoch for epoch in self._map.epochs}
-        if any(part.location.epoch not in known for part in hit.extents):
+        if not all(self._plans.knows(part.stripe) for part in hit.extents):
             self._refresh_quietly()
         tools = ReadTools(
-            self._client, self._buffers, self._plan_of, self._settings.pool.min_piece_kib * 1024
+            self._client, self._buffers, self._plans.plan_of, self._settings.pool.min_piece_kib * 1024
         )
         return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order)
 
@@ -374,29 +341,13 @@ class Pool:
         answer = self._metadata.call(request, payload, prefix=chain.hashes, deadline_ns=self._soon_ns())
         return answer.count if isinstance(answer, Done) else 0
 
-    def _plan(self, part: HitExtent) -> StripePlan:
-        return self._plan_of(part.stripe, part.location.num_blocks)
-
-    def _make_plan(self, stripe: StripeId, num_blocks: int) -> StripePlan:
-        for epoch in self._map.epochs:
-            if epoch.epoch == stripe.epoch and stripe.group < len(epoch.groups):
-                nodes = tuple(epoch.points[point] for point in epoch.groups[stripe.group])
-                shape = StripeShape(self._layout, num_blocks, epoch.k, epoch.m)
-                return StripePlan(nodes, _shape(shape), _codec(epoch.k, epoch.m))
-        raise StaleEpoch(f"no placement {stripe.epoch}, group {stripe.group}", code="pool.stale_epoch")
-
-    def _new_stripe(self) -> StripeId:
-        """The next group whose nodes all do well, or else the one with the fewest that do not."""
-        count = next(self._nonces)
-        epoch = self._map.epochs[-1]
-        shunned = self._client.reads.health.ejected
-        first = (self._nonce_base >> 32) + count
-        tried = [(first + step) % len(epoch.groups) for step in range(min(16, len(epoch.groups)))]
-        group = min(tried, key=lambda group: _num_shunned(epoch, group, shunned)) if shunned else tried[0]
-        return StripeId(epoch.epoch, group, self._nonce_base | (count & 0xFFFFFFFF))
+    def _fetch_plans(self) -> StripePlans:
+        pool_map = self._metadata.pool_map(deadline_ns=self._soon_ns())
+        home = self._settings.pool.home
+        return StripePlans(self._layout, pool_map, nonce_base=self._nonce_base, home=home)
 
     def _connect(self, deadline_ns: int) -> None:
-        for info in self._map.nodes:
+        for info in self._plans.pool_map.nodes:
             if info.node not in self._links:
                 self._links[info.node] = self._open_node(info)
         links = [link.link if isinstance(link, LocalLink) else link for link in self._links.values()]
@@ -437,18 +388,3 @@ def _open_node(info: StorageNodeInfo, name: str, token: str, params: NodeLinkPar
     """A node on this host is read from its folders, any other over its connection."""
     link = NodeLink(info, name=name, token=token, params=params)
     return LocalLink(link) if info.path else link
-
-
-def _num_shunned(epoch: PlacementEpoch, group: int, shunned: frozenset[NodeId]) -> int:
-    return sum(epoch.points[point] in shunned for point in epoch.groups[group])
-
-
-@lru_cache(maxsize=64)
-def _codec(k: int, m: int) -> ReedSolomon:
-    return ReedSolomon(k, m)
-
-
-@lru_cache(maxsize=256)
-def _shape(shape: StripeShape) -> StripeShape:
-    """One object per shape: what is derived from it is then computed once."""
-    return shape

@@ -18,7 +18,8 @@ from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
 from millpond.policies.shard_pick import ShardPickParams
 from millpond.store.chain import BlockChain
 from millpond.store.extent_get import BlockSink
-from millpond.store.pool import Pool, PoolParams, PoolSettings
+from millpond.store.pool import Pool
+from millpond.store.pool_settings import PoolParams, PoolSettings
 from tests.unit.store.dict_metadata import DictMetadata
 from tests.unit.store.shard_peer import ShardPeer
 

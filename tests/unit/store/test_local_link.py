@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.pool_nodes import SlowFiles
-from millpond.core.errors import DeadlineExceeded, ExtentAbsent
+from millpond.core.errors import ConfigError, DeadlineExceeded, ExtentAbsent
 from millpond.core.extents import NodeId
 from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
 from millpond.store.clock import SystemClock
@@ -186,3 +186,24 @@ def test_a_cancel_does_not_wait_for_the_drive(
     finally:
         blocked.set()
         link.close()
+
+
+def test_a_writer_with_a_home_writes_whole_extents_to_it_alone(
+    servers: dict[NodeId, NodeServer], tmp_path: Path
+):
+    """Preset `local-affinity`: k = 1, m = 0, a group per node."""
+    names = tuple(servers)
+    nodes = tuple(StorageNodeInfo(name, server.address) for name, server in servers.items())
+    groups = tuple((point,) for point in range(6))
+    pool_map = PoolMap(1, nodes, (PlacementEpoch(0, 1, 0, names, groups),), ())
+    at_home = replace(SETTINGS, pool=replace(SETTINGS.pool, home="s2"))
+    with Pool(LAYOUT, LocalMetadata(MetadataCore(), pool_map), name="t", token="t", settings=at_home) as pool:
+        made = Cluster({}, None, pool)
+        chain = chain_of(70)
+        made.put(chain)
+        assert made.read(chain)[1].num_blocks == 70
+    shards = {name: server.status().num_shards for name, server in servers.items()}
+    assert shards == {name: 3 if name == "s2" else 0 for name in names}
+    nowhere = replace(SETTINGS, pool=replace(SETTINGS.pool, home="s9"))
+    with pytest.raises(ConfigError):
+        Pool(LAYOUT, LocalMetadata(MetadataCore(), pool_map), name="t", token="t", settings=nowhere)
