@@ -21,13 +21,14 @@ from millpond.store.record import check_rows, parse_header
 from tests.unit.store.net.peers import within
 from tests.unit.store.records import Record, make_record
 
+COMMAND = [sys.executable, "-m", "millpond.cli.main", "storage-node"]
 ROWS = (16 * 1024, 32 * 1024)
 RECORDS = [make_record(i, row_bytes=ROWS) for i in range(40)]
 
 
 class NodeProcess:
     def __init__(self, folder: Path, *more: str) -> None:
-        command = [sys.executable, "-m", "millpond.cli.main", "storage-node", "--name", "s0"]
+        command = [*COMMAND, "--name", "s0"]
         for i in range(2):
             command += ["--target", f"{folder / f't{i}'}:64 MiB"]
         self.process = subprocess.Popen(
@@ -124,18 +125,37 @@ def test_the_token_is_read_from_a_file(tmp_path: Path):
             put_all(connection, RECORDS[:1])
 
 
+def test_a_target_has_one_node(tmp_path: Path):
+    with node(tmp_path) as first:
+        second = subprocess.run(
+            [*COMMAND, "--name", "s1", "--target", str(tmp_path / "t1")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert second.returncode == 2
+        assert "in use" in second.stderr
+        with first.connect() as connection:
+            put_all(connection, RECORDS[:1])
+        first.end(signal.SIGKILL)
+    with node(tmp_path) as third, third.connect() as connection:
+        assert read(connection, RECORDS[0]) == RECORDS[0].payload
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--name", "s0", "--target", "{}:much"], "size"),
         (["--name", "s0", "--target", "{}", "--listen", "nowhere"], "cannot listen"),
         (["--name", "s0", "--target", "/dev/null/x"], "/dev/null/x"),
+        (["--name", "s0", "--target", "{}", "--target", "{}"], "in use"),
     ],
 )
 def test_what_cannot_start_says_why_with_status_2(tmp_path: Path, arguments: list[str], says: str):
     arguments = [argument.format(tmp_path / "t") for argument in arguments]
     result = subprocess.run(
-        [sys.executable, "-m", "millpond.cli.main", "storage-node", *arguments],
+        [*COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -7,6 +7,7 @@ what was not synced.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,15 @@ class DiskFiles:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def claim(self) -> None:
+        """Be the only one who writes here, until this process ends.
+
+        Raises:
+            BlockingIOError: Another process, or another part of this one, is.
+            OSError: The file system cannot tell.
+        """
+        fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def names(self) -> list[str]:
         """See `Files`."""

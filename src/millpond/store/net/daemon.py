@@ -103,6 +103,9 @@ def _make_node(params: DaemonSpec, calendar: Calendar) -> StorageNode:
     for spec in params.targets:
         try:
             files = DiskFiles(spec.path)
+            files.claim()
+        except BlockingIOError as error:
+            raise ConfigError(f"target {spec.path} is in use by another node", param="target") from error
         except OSError as error:
             raise ConfigError(f"target {spec.path}: {error.strerror}", param="target") from error
         target_params = TargetParams(capacity_bytes=spec.capacity_bytes, retention=retention)
