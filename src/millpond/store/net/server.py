@@ -1,6 +1,6 @@
 """`NodeServer`: a storage node on a TCP port.
 
-    accept thread        greets nobody itself: one thread per connection
+    accept thread        greets nobody itself: one thread per connection (`Listener`)
     connection threads   read requests, answer what memory knows, queue the rest; never touch a disk
     worker threads       some per target: a drive that hangs holds up its own records only
     upkeep threads       one per target, once a second
@@ -12,7 +12,6 @@ queues, buffers and connections are bounded, and what does not fit is refused as
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +20,13 @@ import structlog
 
 from millpond.core.errors import (
     BadFrame,
-    ConfigError,
     DataError,
-    DeadlineExceeded,
     ExtentAbsent,
     MillpondError,
-    TransferFailed,
 )
 from millpond.core.units import MIB, SECOND_NS
-from millpond.store.net.framing import VERSION, Bytes, Head, welcome
+from millpond.store.net.framing import VERSION, Bytes, Head
+from millpond.store.net.listener import Listener, guarded_thread, join_all
 from millpond.store.net.messages import (
     CancelRead,
     Done,
@@ -77,20 +74,18 @@ class NodeServer:
     ) -> None:
         self.node = node
         self.params = params
-        self.num_refused_peers = 0
-        """Connections that did not speak our protocol, or with another version or token."""
         self.num_busy = 0
         """Requests refused because queues or buffers were full."""
         self.read_bytes = 0
         self.failure: BaseException | None = None
         """A bug that ended a thread; the process should end too."""
-        self._hello = Hello(VERSION, node.name, token, boot)
+        self._boot = boot
         self._buffers = RecordBuffers(params.max_buffer_bytes)
-        self._listener = _listen(address)
         self._stopping = threading.Event()
-        self._peers: set[Peer] = set()
-        self._peer_threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
+        self._listener = Listener(
+            address, Hello(VERSION, node.name, token, boot), params, self._dispatch, self._on_failure
+        )
         self._queues: list[queue.Queue[Job | None]] = [queue.Queue(params.max_queued) for _ in node.targets]
         self._threads = [
             self._thread(f"work {index}", lambda jobs=jobs: self._work(jobs))
@@ -101,23 +96,27 @@ class NodeServer:
             self._thread(f"upkeep {index}", lambda index=index: self._keep_up(index))
             for index in range(len(node.targets))
         ]
-        self._acceptor = self._thread("accept", self._accept)
 
     @property
     def address(self) -> str:
         """Where it listens."""
-        host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return self._listener.address
 
     @property
     def num_connections(self) -> int:
         """Open connections."""
-        return len(self._peers)
+        return self._listener.num_connections
+
+    @property
+    def num_refused_peers(self) -> int:
+        """Connections that did not speak our protocol, or with another version or token."""
+        return self._listener.num_refused_peers
 
     def start(self) -> None:
         """Begin to serve."""
-        for thread in [*self._threads, self._acceptor]:
+        for thread in self._threads:
             thread.start()
+        self._listener.start()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `stop` is called or a thread fails; whether that happened."""
@@ -131,29 +130,24 @@ class NodeServer:
         """
         deadline_ns = time.monotonic_ns() + int(deadline_s * SECOND_NS)
         self._stopping.set()
-        _wake(self._listener)
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
-            peer.frames.shutdown()
-        if not _join([self._acceptor, *self._peer_threads], deadline_ns):
+        if not self._listener.stop(deadline_ns):
             return False
         for jobs in self._queues:
             for _ in range(self.params.workers_per_target):
                 if not _put_by(jobs, None, deadline_ns):
                     return False
-        if not _join(self._threads, deadline_ns):
+        if not join_all(self._threads, deadline_ns):
             return False
         closing = self._thread("close", self.node.close)
         closing.start()
-        return _join([closing], deadline_ns)
+        return join_all([closing], deadline_ns)
 
     def status(self) -> NodeStatus:
         """State of the node, from memory."""
         targets = self.node.targets
         return NodeStatus(
             node=self.node.name,
-            boot=self._hello.boot,
+            boot=self._boot,
             capacity_bytes=sum(target.params.capacity_bytes for target in targets),
             used_bytes=sum(target.used_bytes for target in targets),
             num_shards=sum(target.num_shards for target in targets),
@@ -166,54 +160,11 @@ class NodeServer:
         )
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        def guarded() -> None:
-            try:
-                run()
-            except BaseException as error:
-                self.failure = error
-                self._stopping.set()
-                raise
+        return guarded_thread(name, run, self._on_failure)
 
-        return threading.Thread(target=guarded, name=name)
-
-    def _accept(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self._stopping.is_set():
-                    log.warning("node.accept_failed", error=str(error))
-                    self._stopping.wait(0.1)  # out of file numbers: some connection will end
-                continue
-            if len(self._peers) >= self.params.max_connections:
-                self.num_refused_peers += 1
-                sock.close()
-                continue
-            peer = Peer(sock, self.params)
-            thread = self._thread("peer", lambda peer=peer: self._serve(peer))
-            with self._lock:
-                self._peers.add(peer)
-                self._peer_threads.add(thread)
-            thread.start()
-        self._listener.close()
-
-    def _serve(self, peer: Peer) -> None:
-        try:
-            deadline_ns = time.monotonic_ns() + self.params.answer_s * SECOND_NS
-            welcome(peer.frames, self._hello, deadline_ns=deadline_ns)
-            while not self._stopping.is_set():
-                head = peer.frames.receive(time.monotonic_ns() + self.params.idle_s * SECOND_NS)
-                self._dispatch(peer, head)
-        except (TransferFailed, DeadlineExceeded):
-            pass  # it left, or was silent for too long
-        except MillpondError as error:
-            self.num_refused_peers += 1
-            log.warning("node.peer_refused", code=error.code, error=error.message)
-        finally:
-            peer.close()
-            with self._lock:
-                self._peers.discard(peer)
-                self._peer_threads.discard(threading.current_thread())
+    def _on_failure(self, error: BaseException) -> None:
+        self.failure = error
+        self._stopping.set()
 
     def _dispatch(self, peer: Peer, head: Head) -> None:
         """Answer a request or queue it. Its payload is read in any case."""
@@ -347,30 +298,6 @@ def _failed(error: MillpondError) -> Failed:
     if isinstance(error, ExtentAbsent):
         return Failed("absent", error.message)
     return Failed(error.code.removeprefix("store."), error.message)
-
-
-def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        return socket.create_server((host.strip("[]"), int(port)), backlog=256)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
-
-
-def _wake(listener: socket.socket) -> None:
-    try:
-        listener.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # never listened
-
-
-def _join(threads: Sequence[threading.Thread], deadline_ns: int) -> bool:
-    for thread in list(threads):
-        if thread.ident is not None:
-            thread.join(max(0, deadline_ns - time.monotonic_ns()) / SECOND_NS)
-            if thread.is_alive():
-                return False
-    return True
 
 
 def _put_by(jobs: queue.Queue[Job | None], job: Job | None, deadline_ns: int) -> bool:
