@@ -72,10 +72,11 @@ class Inode:
     def image(self, chance: Chance, donor: Inode | None) -> Inode:
         """One state that a crash may leave; `donor` is a removed file whose pages came to this one."""
         after = Inode()
+        nothing_was_written = chance.below(4) == 0
         for number, versions in self.pages.items():
             if donor is not None and not any(versions[0]):
                 versions = [donor.page(number), *versions[1:]]
-            after.pages[number] = [_crashed(versions, chance)]
+            after.pages[number] = [_crashed(versions[:1] if nothing_was_written else versions, chance)]
         after.size = self.sizes[chance.below(len(self.sizes))]
         after.sizes = [after.size]
         return after

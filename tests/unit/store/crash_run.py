@@ -47,7 +47,7 @@ class Life:
     now_s: int = 1_000_000
     known: dict[ShardKey, Known] = field(default_factory=dict)
     gone: list[Known] = field(default_factory=list)
-    """Records that were dropped durably: never found again."""
+    """Records that were dropped or expired durably: never found again."""
     num_crashes: int = 0
     num_lost: int = 0
     next_number: int = 0
@@ -169,7 +169,7 @@ class Life:
                 if self.target.holds(key.fingerprint):
                     continue
                 assert known.may_be_gone(self.now_s), f"expired though it was read: {known}"
-                del self.known[key]
+                self.gone.append(self.known.pop(key))
 
     def settle(self, known: Known) -> None:
         known.durable = True
