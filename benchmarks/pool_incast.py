@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import say
-from benchmarks.pool_hedge import fill, read_all
 from benchmarks.pool_nodes import NodeProcesses, NodeSpeed
+from benchmarks.pool_reads import fill, read_all
 from millpond.core.extents import NodeId
 from millpond.core.kv_layout import uniform_layout
 from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
