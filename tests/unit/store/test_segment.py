@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.core.errors import DataError
+from millpond.store.record import stamp_generation
 from millpond.store.segment import (
     DIRECTORY,
     PAGE_BYTES,
@@ -16,8 +17,10 @@ from millpond.store.segment import (
     pack_segment_header,
     parse_segment_header,
     read_footer,
+    scan_records,
 )
 from tests.unit.store.crash_disk import CrashDisk
+from tests.unit.store.records import make_record
 
 SEGMENT = SegmentId(slot=3, generation=1 << 40, created_s=1_800_000_000, ttl_s=86_400)
 
@@ -99,6 +102,21 @@ def test_a_footer_of_another_generation_is_none():
     other = SegmentId(SEGMENT.slot, SEGMENT.generation + 1, SEGMENT.created_s, SEGMENT.ttl_s)
     with pytest.raises(DataError):
         read_footer(disk, file, other)
+
+
+def test_a_scan_ends_at_a_record_of_another_segment_that_had_its_place_before():
+    disk = CrashDisk()
+    file = disk.create(SEGMENT.name)
+    offset = PAGE_BYTES
+    for number, generation in enumerate([SEGMENT.generation] * 3 + [SEGMENT.generation - 1] * 3):
+        record = make_record(number)
+        disk.write(file, offset, [stamp_generation(record.packed, generation), record.payload])
+        offset += 2 * PAGE_BYTES
+    content = scan_records(disk, file, SEGMENT)
+    assert sorted(content.directory["fingerprint"].tolist()) == sorted(
+        make_record(number).key.fingerprint for number in range(3)
+    )
+    assert content.end_bytes == 7 * PAGE_BYTES
 
 
 def test_an_empty_file_has_none():
