@@ -317,6 +317,25 @@ class MetadataStatus(Message, frozen=True, array_like=True):
     """(tenant, KiB used, KiB reserved)."""
 
 
+class PeerRead(Message, frozen=True, array_like=True):
+    """Read one block from a host's memory. Answer `PeerBlock`, or `Failed` with `stale` if it has left."""
+
+    epoch: int
+    """Of the host's life, as the directory says."""
+    block_hash: bytes
+    slot: int
+    generation: int
+
+
+class PeerBlock(Message, frozen=True, array_like=True):
+    """Payload: the block, whole."""
+
+    block_hash: bytes
+    generation: int
+    checksum: int
+    """xxh3_64, made when the block came into memory."""
+
+
 KINDS: dict[int, type[Message]] = dict(
     enumerate(
         (
@@ -351,6 +370,8 @@ KINDS: dict[int, type[Message]] = dict(
             DropTenant,
             MetadataStatusQuery,
             MetadataStatus,
+            PeerRead,
+            PeerBlock,
         ),
         start=1,
     )

@@ -1,0 +1,458 @@
+"""The DRAM level over a pool of real sockets: waiting, writing, leaving, and reading from other hosts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millpond.core.errors import ChecksumMismatch, ConfigError, DataError, QuotaExceeded, StaleEpoch
+from millpond.policies.spill import SpillParams
+from millpond.store.chain import BlockChain
+from millpond.store.dram import DramLevel, DramParams, WriteExtents
+from millpond.store.dram_arena import DramArena, SlotRef
+from millpond.store.dram_directory import DramDirectory, DramHost, DramPlace
+from millpond.store.dram_reader import DramPeers, TieredReader, TieredResult
+from millpond.store.net.connection import Connection
+from millpond.store.net.dram_server import DramServer
+from millpond.store.net.messages import NodeStatus, NodeStatusQuery, PeerRead
+from tests.unit.store.pool_cluster import (
+    LAYOUT,
+    Cluster,
+    blocks_of,
+    bytes_of,
+    chain_of,
+    cluster,
+    empty_blocks,
+    soon,
+)
+
+SLOT_BYTES = LAYOUT.block_bytes + 32
+S = 10**9
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def unix_s(self) -> int:
+        return self.now_ns // S
+
+
+@dataclass
+class Host:
+    name: str
+    level: DramLevel
+    reader: TieredReader
+    server: DramServer
+    clock: HandClock
+
+    def put(self, chain: BlockChain, begin: int = 0, end: int | None = None) -> int:
+        return self.level.put(chain, begin, blocks_of(chain, begin, end), deadline_ns=soon())
+
+    def read(self, chain: BlockChain) -> TieredResult:
+        blocks = empty_blocks(len(chain.digests))
+        result = self.reader.read(chain, blocks, deadline_ns=soon())
+        for block, digest in zip(blocks[: result.num_blocks], chain.digests, strict=False):
+            assert np.array_equal(block, bytes_of(digest)), "wrong bytes"
+        return result
+
+
+@dataclass
+class Hosts:
+    made: Cluster
+    directory: DramDirectory
+    folder: Path
+    stack: ExitStack
+
+    def add(
+        self,
+        name: str,
+        num_slots: int = 64,
+        *,
+        epoch: int = 1,
+        evict: str = "lru",
+        write: WriteExtents | None = None,
+    ) -> Host:
+        path = self.folder / f"{name}-{epoch}.arena"
+        arena = DramArena.create(
+            path, num_slots * SLOT_BYTES + 3 * 4096, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=epoch
+        )
+        assert arena.num_slots >= num_slots
+        server = DramServer(arena, name, "127.0.0.1:0", token="t")
+        server.start()
+        self.directory.join(name, DramHost(server.address, epoch))
+        clock = HandClock()
+        level = DramLevel(
+            arena,
+            host=name,
+            directory=self.directory,
+            window=self.made.pool.window,
+            write=write or self.made.pool.put,
+            params=DramParams(evict, SpillParams(idle_s=30, retry_s=5)),
+            clock=clock,
+        )
+        peers = DramPeers(self.directory, name=name, token="t")
+        self.stack.callback(level.close, deadline_ns=soon(60))
+        self.stack.callback(level.check)
+        self.stack.callback(peers.close)
+        self.stack.callback(server.stop, 5.0)
+        return Host(name, level, TieredReader(level, self.directory, peers, self.made.pool), server, clock)
+
+
+@contextmanager
+def hosts(folder: Path) -> Iterator[Hosts]:
+    with cluster() as made, ExitStack() as stack:
+        yield Hosts(made, DramDirectory(), folder, stack)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Hosts]:
+    with hosts(tmp_path) as made:
+        yield made
+
+
+def extents_of(made: Hosts, chain: BlockChain) -> list[tuple[int, int]]:
+    hit = made.made.pool.match(chain)
+    return [(part.begin, part.num_blocks) for part in hit.extents]
+
+
+def test_small_turns_wait_and_become_one_extent_when_the_session_is_idle(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(10)
+    for end in range(1, 11):
+        host.put(chain, end - 1, end)
+    assert host.level.spill_due(deadline_ns=soon()) == 0
+    assert host.level.num_waiting == 10
+    assert extents_of(made, chain) == []
+    assert host.read(chain) == TieredResult(10, 10, 0, 0)
+    host.clock.now_ns += 30 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 10
+    assert host.level.num_waiting == 0
+    assert extents_of(made, chain) == [(0, 10)]
+
+
+def test_a_full_window_is_written_at_once_and_a_growing_one_replaces_its_parts(made: Hosts) -> None:
+    host, chain = made.add("h0", 128), chain_of(66)
+    host.put(chain, 0, 34)
+    assert host.level.spill_due(deadline_ns=soon()) == 32
+    host.clock.now_ns += 30 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 2
+    assert extents_of(made, chain) == [(0, 32), (32, 2)]
+    host.put(chain, 34, 40)
+    host.clock.now_ns += 30 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 6
+    assert extents_of(made, chain) == [(0, 32), (32, 2), (34, 6)]
+    host.put(chain, 40, 66)  # the window is full: written again as one extent
+    assert host.level.spill_due(deadline_ns=soon()) == 24
+    assert extents_of(made, chain) == [(0, 32), (32, 32)]
+    assert host.level.counts.spilled == 40 + 32
+
+
+def test_a_session_that_is_read_is_not_idle(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(3)
+    host.put(chain)
+    host.clock.now_ns += 20 * S
+    host.read(chain)
+    host.clock.now_ns += 20 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 0
+    assert host.level.num_waiting == 3
+
+
+def test_memory_pressure_writes_the_oldest_tail_and_evicts_tails_of_chains_first(made: Hosts) -> None:
+    host = made.add("h0", 8)
+    first, second = chain_of(4), chain_of(8, first_id=10**6)
+    assert host.put(first) == 4
+    assert host.put(second) == 8
+    assert host.level.counts.evicted == 4
+    assert extents_of(made, first) == [(0, 4)]
+    assert host.read(first).num_blocks == 4
+    assert host.read(second).num_blocks == 8
+
+
+def test_a_chain_larger_than_the_memory_goes_through_it(made: Hosts) -> None:
+    host, chain = made.add("h0", 8), chain_of(50)
+    assert host.put(chain) == 50
+    result = host.read(chain)
+    assert result.num_blocks == 50
+    assert result.num_local + result.num_pool == 50
+    host.level.spill_all(deadline_ns=soon())
+    host.level.check()
+    assert made.made.pool.match(chain).num_blocks == 50
+
+
+def test_a_pool_that_refuses_leaves_blocks_waiting_and_refuses_what_does_not_fit(made: Hosts) -> None:
+    host, chain = made.add("h0", 8), chain_of(12)
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = True
+    assert host.put(chain) == 8
+    assert host.level.counts.refused == 4
+    assert host.level.num_waiting == 8
+    assert host.read(chain).num_blocks == 8
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = False
+    assert host.put(chain, 8) == 4
+    host.level.spill_all(deadline_ns=soon())
+    assert made.made.pool.match(chain).num_blocks == 12
+
+
+def test_metadata_that_is_down_does_not_lose_what_waits(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(5)
+    host.put(chain)
+    made.made.metadata.is_down = True
+    assert host.level.spill_all(deadline_ns=soon()) == 0
+    assert host.read(chain) == TieredResult(5, 5, 0, 0)
+    made.made.metadata.is_down = False
+    host.clock.now_ns += 30 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 5
+
+
+def test_a_tenant_over_its_quota_is_served_from_memory_and_makes_room_for_others(made: Hosts) -> None:
+    full = {7}
+
+    def put(chain: BlockChain, *args: object, **options: object) -> list:
+        if chain.tenant in full:
+            raise QuotaExceeded("full", code="quota")
+        return made.made.pool.put(chain, *args, **options)
+
+    host, chain = made.add("h0", 8, write=put), chain_of(6)
+    host.put(chain)
+    host.level.spill_all(deadline_ns=soon())
+    assert host.level.counts.given_up == 6
+    assert host.read(chain).num_blocks == 6
+    other = chain_of(8, tenant=8, salt=b"other")
+    assert host.put(other) == 8
+    assert host.read(chain).num_blocks == 0
+
+
+def test_a_session_that_grows_while_its_tail_is_written_is_written_whole(made: Hosts) -> None:
+    chain = chain_of(12)
+    later = iter([6, 9, 12])
+
+    def put_meanwhile(chain_: BlockChain, *args: object, **options: object) -> list:
+        end = next(later, None)
+        if end is not None:
+            assert host.put(chain, end - 3, end) == 3
+        return made.made.pool.put(chain_, *args, **options)
+
+    host = made.add("h0", write=put_meanwhile)
+    host.put(chain, 0, 3)
+    for _ in range(4):
+        assert host.level.spill_all(deadline_ns=soon()) == 3
+        host.level.check()
+    assert extents_of(made, chain) == [(0, 3), (3, 3), (6, 3), (9, 3)]
+
+
+def test_exact_and_approximate_blocks_never_share_an_extent(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(6)
+    host.put(chain, 0, 3)
+    host.level.put(chain, 3, blocks_of(chain, 3), deadline_ns=soon(), lineage=1)
+    host.level.spill_all(deadline_ns=soon())
+    hit = made.made.pool.match(chain)
+    assert [(part.begin, part.num_blocks, part.location.lineage) for part in hit.extents] == [
+        (0, 3, 0),
+        (3, 3, 1),
+    ]
+
+
+def test_sessions_that_part_inside_a_window_are_both_written_whole(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(5)
+    other = chain_of(5, first_id=10**6)
+    fork = replace(chain, digests=(*chain.digests[:3], *other.digests[3:]))
+    host.put(chain)
+    assert host.level.put(fork, 0, blocks_of(fork), deadline_ns=soon()) == 5
+    assert host.level.num_blocks == 7
+    host.level.spill_all(deadline_ns=soon())
+    host.level.check()
+    assert extents_of(made, chain) == [(0, 5)]
+    (tail,) = (where for where in made.made.metadata.extents.values() if where.num_blocks == 2)
+    assert tail.digest == fork.digests[-1], "what they have in common is written once"
+
+
+def test_another_host_reads_over_its_socket_and_then_from_disk(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(6)
+    here.put(chain)
+    assert there.read(chain) == TieredResult(6, 0, 6, 0)
+    here.level.spill_all(deadline_ns=soon())
+    made.directory.leave("h0", 1)
+    assert there.read(chain) == TieredResult(6, 0, 0, 6)
+    assert there.read(chain) == TieredResult(6, 6, 0, 0), "kept"
+
+
+def test_the_disks_and_two_memories_together_make_one_chain(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(44)
+    made.made.put(chain, 0, 32)
+    here.put(chain, 32, 40)
+    there.put(chain, 40, 44)
+    assert there.reader.match(chain) == 44
+    assert there.read(chain) == TieredResult(44, 4, 8, 32)
+
+
+def test_an_old_pointer_reads_nothing_and_the_reader_asks_again(made: Hosts) -> None:
+    here, there = made.add("h0", 4), made.add("h1")
+    chain, other = chain_of(4), chain_of(4, first_id=10**6)
+    here.put(chain)
+    old = made.directory.find(chain.hashes)
+    here.put(other)  # pushes the first chain out; its slots have other blocks now
+    assert made.directory.find(chain.hashes) == [None] * 4
+    made.directory.publish(
+        [(digest[:16], place) for digest, place in zip(chain.digests, old, strict=True) if place]
+    )
+    assert there.read(chain) == TieredResult(4, 0, 0, 4)
+    assert here.server.num_stale == 8, "tried twice each"
+
+
+def test_the_loss_of_a_host_ends_all_its_places_at_once(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(5)
+    here.put(chain)
+    made.directory.leave("h0", epoch=1)
+    assert made.directory.find(chain.hashes) == [None] * 5
+    assert there.read(chain).num_blocks == 0
+    again = made.add("h0", epoch=2)
+    assert again.read(chain).num_blocks == 0, "a new life of the host knows nothing of the old"
+    made.directory.leave("h0", epoch=1)  # late news of the old life
+    again.put(chain)
+    assert there.read(chain) == TieredResult(5, 0, 5, 0)
+
+
+def test_a_host_that_died_without_a_word_costs_hits_and_nothing_else(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(5)
+    here.put(chain)
+    here.level.spill_all(deadline_ns=soon())
+    assert here.server.stop(5.0)
+    assert there.read(chain) == TieredResult(5, 0, 0, 5)
+
+
+def test_a_bit_that_flips_in_memory_is_never_read_or_written(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(6)
+    here.put(chain)
+    (place,) = made.directory.find(chain.hashes_of(3, 4))
+    assert place is not None
+    here.level.arena.view(place.ref.slot)[77] ^= 4
+    assert there.read(chain).num_blocks == 3
+    here.level.spill_all(deadline_ns=soon())
+    assert here.level.counts.damaged == 1
+    assert made.made.pool.match(chain).num_blocks == 0, "blocks behind the hole begin no chain"
+    assert here.read(chain).num_blocks == 3
+
+
+def test_readers_of_slots_that_are_reused_meanwhile_never_see_a_mixture(made: Hosts) -> None:
+    host = made.add("h0", 6)
+    chains = [chain_of(6, first_id=10**6 * index) for index in range(4)]
+    stop = threading.Event()
+    failures: list[AssertionError] = []
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                for chain in chains:
+                    host.read(chain)
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        for chain in chains:
+            assert host.put(chain) == 6
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert host.level.counts.evicted >= 6 * 12
+
+
+@pytest.mark.parametrize("evict", ["lru", "s3fifo"])
+def test_copies_of_what_was_read_never_push_out_what_is_not_on_disk(made: Hosts, evict: str) -> None:
+    host = made.add("h0", 8, evict=evict)
+    chain, other = chain_of(6), chain_of(30, first_id=10**6)
+    made.made.put(other)
+    host.put(chain)
+    assert host.read(other).num_blocks == 30
+    assert host.level.num_waiting == 6
+    assert host.level.num_blocks == 8
+
+
+def test_the_arena_is_read_by_path_and_refuses_what_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    arena = DramArena.create(path, 20 * SLOT_BYTES, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=9)
+    chain = chain_of(1)
+    block, name = bytes_of(chain.digests[0]), chain.digests[0][:16]
+    ref = arena.put(name, block)
+    assert ref is not None
+    reader = DramArena.attach(path)
+    assert (reader.epoch, reader.fingerprint, reader.num_slots) == (9, LAYOUT.fingerprint, arena.num_slots)
+    out = np.zeros(LAYOUT.block_bytes, np.uint8)
+    reader.read(ref, name, out)
+    assert np.array_equal(out, block)
+    with pytest.raises(StaleEpoch):
+        reader.read(ref, bytes(16), out)
+    with pytest.raises(StaleEpoch):
+        reader.read(SlotRef(10**6, 0), name, out)
+    arena.free(ref)
+    with pytest.raises(StaleEpoch):
+        reader.read(ref, name, out)
+    ref = arena.put(name, block)
+    assert ref is not None
+    arena.view(ref.slot)[0] ^= 1
+    with pytest.raises(ChecksumMismatch):
+        reader.read(ref, name, out)
+    arena.check([ref])
+    reader.close()
+    arena.close()
+    assert not path.exists()
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(DataError):
+        DramArena.attach(path)
+    with pytest.raises(ConfigError):
+        DramArena.create(path, 4096, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=1)
+    with pytest.raises(ConfigError):
+        DramArena.create(path, 1 << 46, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=1)
+
+
+def test_the_server_answers_what_is_no_read_and_survives_garbage(made: Hosts) -> None:
+    host = made.add("h0")
+    with Connection(host.server.address, name="x", token="t", deadline_ns=soon()) as connection:
+        assert isinstance(connection.call(NodeStatusQuery(), deadline_ns=soon()).message, NodeStatus)
+        for query in (
+            PeerRead(1, b"", 0, 0),
+            PeerRead(1, b"x" * 1000, -5, 2**63 - 1),
+            PeerRead(2, bytes(16), 0, 0),
+        ):
+            with pytest.raises(StaleEpoch):
+                connection.call(query, deadline_ns=soon())
+    assert host.server.failure is None
+
+
+def test_the_directory_compares_before_it_sets() -> None:
+    directory = DramDirectory()
+    directory.join("a", DramHost("x:1", 1))
+    directory.join("b", DramHost("x:2", 1))
+    mine, yours = DramPlace("a", 1, SlotRef(0, 0)), DramPlace("b", 1, SlotRef(5, 2))
+    name = bytes(16)
+    directory.publish([(name, mine)])
+    directory.publish([(name, yours)])
+    assert directory.find(name) == [mine], "the first stays"
+    assert not directory.swap(name, yours, None)
+    assert directory.swap(name, mine, yours)
+    assert not directory.swap(name, mine, None)
+    directory.leave("b", 1)
+    directory.publish([(name, mine)])
+    assert directory.find(name) == [mine], "a dead place gives way"
+    directory.leave("a", 1)
+    for index in range(200):
+        directory.publish([(index.to_bytes(16, "big"), mine)])
+    assert len(directory) <= 2, "the dead are swept while others come"
