@@ -243,6 +243,8 @@ class ExtentGet:
             num_columns=slot.hit.num_blocks,
             header_bytes=header_bytes,
             check_header=lambda header: check_identity(self._hit, slot.hit, slot.plan.shape, header),
+            chain=self._hit.chain,
+            hit=slot.hit,
         )
         query = CodedRead(
             slot.plan.nodes, k, num_bytes, self._deadline_ns, slot.hit.location.missing, excluded

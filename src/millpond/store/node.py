@@ -35,6 +35,8 @@ class Listing:
 
     headers: tuple[bytes, ...]
     """Packed."""
+    last_read_s: tuple[int, ...]
+    """Last use of each, 0 if there was none since the start."""
     next_cursor: int
     """Where the next part begins, 0 at the end."""
 
@@ -119,7 +121,7 @@ class StorageNode:
                 return
         raise refused
 
-    def open_record(self, key: ShardKey) -> OpenRecord:
+    def open_record(self, key: ShardKey, *, is_use: bool = True) -> OpenRecord:
         """Find a record; see `Target.open_record`.
 
         Raises:
@@ -129,7 +131,7 @@ class StorageNode:
         absent = ExtentAbsent("no such shard", code="store.absent")
         for index in self._holders(key.fingerprint):
             try:
-                return self.targets[index].open_record(key, now_s=self._calendar.now_s())
+                return self.targets[index].open_record(key, now_s=self._calendar.now_s(), is_use=is_use)
             except ExtentAbsent as error:
                 absent = error
         raise absent
@@ -153,15 +155,17 @@ class StorageNode:
             NodeRefused: A drive cannot be read.
         """
         headers: list[bytes] = []
+        last_read_s: list[int] = []
         used_bytes = 0
         for position, segment, page in self._positions(cursor):
             if len(headers) >= limit or used_bytes >= max_bytes:
-                return Listing(tuple(headers), position)
+                return Listing(tuple(headers), tuple(last_read_s), position)
             packed = self._packed_header(position >> _TARGET_SHIFT, segment, page)
             if packed is not None:
                 headers.append(packed)
+                last_read_s.append(segment.last_read_s.get(page, 0))
                 used_bytes += len(packed)
-        return Listing(tuple(headers), 0)
+        return Listing(tuple(headers), tuple(last_read_s), 0)
 
     def upkeep(self, index: int) -> None:
         """Sync, seal and expire on one target; once a second."""

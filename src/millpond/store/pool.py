@@ -10,7 +10,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -70,6 +70,10 @@ class HealOrder:
     num_blocks: int
     shard: int
     outcome: ShardOutcome
+    chain: BlockChain | None = None
+    """What was read when it was found."""
+    hit: HitExtent | None = None
+    """The extent in that chain."""
 
 
 class Prefetch:
@@ -159,6 +163,16 @@ class Pool:
     def layout(self) -> KvLayout:
         """Of the blocks."""
         return self._layout
+
+    @property
+    def links(self) -> Mapping[NodeId, NodePort]:
+        """Way to each node."""
+        return self._links
+
+    @property
+    def pool_map(self) -> PoolMap:
+        """The newest map that is known."""
+        return self._plans.pool_map
 
     @property
     def client(self) -> ShardClient:
@@ -286,6 +300,16 @@ class Pool:
         """Forget a chain from a block on; how many extents. Their bytes go with their segments."""
         return self._count(Evict(chain.tenant, chain.domain, first_block), chain.hashes, chain)
 
+    def forget(self, chain: BlockChain, part: HitExtent) -> bool:
+        """Let the metadata forget one extent if it still lies where the hit said; whether it did.
+
+        Raises:
+            TransientError: The metadata does not answer.
+        """
+        prefix = chain.hashes_of(0, part.end)
+        request = Forget(chain.tenant, chain.domain, part.location, part.begin, prefix)
+        return self._count(request, b"", chain) > 0
+
     def verify(self, hit: Hit, *, deadline_ns: int) -> list[tuple[ShardOutcome, ...]]:
         """Read and check every shard of a hit; per extent the outcome of each shard."""
         outcomes: list[tuple[ShardOutcome, ...]] = []
@@ -324,16 +348,8 @@ class Pool:
 
     def _forget_gone(self, hit: Hit, result: GetResult) -> None:
         for index in result.gone:
-            part = hit.extents[index]
-            forget = Forget(
-                hit.chain.tenant,
-                hit.chain.domain,
-                part.location,
-                part.begin,
-                hit.chain.hashes_of(0, part.end),
-            )
             try:
-                self._count(forget, b"", hit.chain)
+                self.forget(hit.chain, hit.extents[index])
             except MillpondError as error:
                 log.info("lost extent not forgotten", code=error.code)
 
@@ -364,8 +380,18 @@ class Pool:
             log.info("pool map not refreshed", code=error.code)
 
     def _on_heal(self, read: StripeRead, shard: int, outcome: ShardOutcome) -> None:
-        extent = read.part.extent
-        self.heals.append(HealOrder(read.part.stripe, extent.digest, extent.num_blocks, shard, outcome))
+        part = read.part
+        self.heals.append(
+            HealOrder(
+                part.stripe,
+                part.extent.digest,
+                part.extent.num_blocks,
+                shard,
+                outcome,
+                part.chain,
+                part.hit,
+            )
+        )
 
     def _soon_ns(self) -> int:
         return time.monotonic_ns() + int(self._settings.pool.metadata_s * SECOND_NS)

@@ -135,8 +135,13 @@ class Target:
         with self._lock:
             self._append(header, packed_header, payload, ttl_s, now_s)
 
-    def open_record(self, key: ShardKey, *, now_s: int) -> OpenRecord:
-        """Find a record and verify its header. Close the result; it counts as read.
+    def open_record(self, key: ShardKey, *, now_s: int, is_use: bool = True) -> OpenRecord:
+        """Find a record and verify its header. Close the result.
+
+        Args:
+            key: Of the shard.
+            now_s: Calendar time.
+            is_use: It counts as read and so may outlive its segment.
 
         Raises:
             ExtentAbsent: Not here, dropped or damaged.
@@ -156,7 +161,8 @@ class Target:
         except BaseException:
             segment.unpin()
             raise
-        segment.last_read_s[page] = now_s
+        if is_use:
+            segment.last_read_s[page] = now_s
         return record
 
     def drop(self, key: ShardKey, *, now_s: int) -> bool:

@@ -35,6 +35,7 @@ from millpond.core.extents import ExtentId, NodeId, StripeId
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.policies.receive_window import ReceiveWindowParams
 from millpond.policies.shard_pick import ShardPickParams
+from millpond.store.chain import BlockChain, HitExtent
 from millpond.store.net.connection import Call
 from millpond.store.net.messages import Message, NodeStatus, NodeStatusQuery, ReadShard, ShardData
 from millpond.store.net.node_link import NodePort
@@ -60,6 +61,10 @@ class ShardRange:
     """Of the stripe's records."""
     check_header: Callable[[RecordHeader], None]
     """Raises a `DataError` if it is not a record that was asked for."""
+    chain: BlockChain | None = None
+    """What it is read for; None: upkeep, which does not count as use."""
+    hit: HitExtent | None = None
+    """The extent in that chain."""
 
     def request(self, shard: int) -> ReadShard:
         """Message for one shard."""
@@ -71,6 +76,7 @@ class ShardRange:
             self.begin_row,
             self.end_row,
             self.num_columns,
+            self.chain is not None,
         )
 
 

@@ -14,7 +14,15 @@ from millpond.core.units import SECOND_NS
 from millpond.store.dram_arena import DramArena, SlotRef
 from millpond.store.net.framing import VERSION, Head
 from millpond.store.net.listener import Listener
-from millpond.store.net.messages import CancelRead, Failed, Hello, NodeStatus, NodeStatusQuery, PeerBlock, PeerRead
+from millpond.store.net.messages import (
+    CancelRead,
+    Failed,
+    Hello,
+    NodeStatus,
+    NodeStatusQuery,
+    PeerBlock,
+    PeerRead,
+)
 from millpond.store.net.peer import Peer, ServerParams
 
 

@@ -61,6 +61,8 @@ class ReadShard(Message, frozen=True, array_like=True):
     begin_row: int
     end_row: int
     num_columns: int
+    is_use: bool = True
+    """Counts as a use, which lets the record live longer; upkeep reads without."""
 
 
 class ShardData(Message, frozen=True, array_like=True):
@@ -99,6 +101,8 @@ class ShardList(Message, frozen=True, array_like=True):
     next_cursor: int
     """0 at the end."""
     header_bytes: tuple[int, ...]
+    last_read_s: tuple[int, ...] = ()
+    """Calendar time of each record's last use, 0 if there was none since the node's start."""
 
 
 class NodeStatusQuery(Message, frozen=True, array_like=True):

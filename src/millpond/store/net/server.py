@@ -254,10 +254,11 @@ class NodeServer:
         elif isinstance(message, ListShards):
             listing = self.node.list_headers(message.cursor, max(1, message.limit), LIST_BYTES)
             sizes = tuple(len(header) for header in listing.headers)
-            self._finish(job, ShardList(listing.next_cursor, sizes), listing.headers)
+            answer = ShardList(listing.next_cursor, sizes, listing.last_read_s)
+            self._finish(job, answer, listing.headers)
 
     def _read(self, job: Job, message: ReadShard) -> None:
-        with self.node.open_record(_key_of(message)) as record:
+        with self.node.open_record(_key_of(message), is_use=message.is_use) as record:
             try:
                 ranges = record.header.shape.read_ranges(
                     message.begin_row, message.end_row, message.num_columns
