@@ -13,6 +13,7 @@ from millpond.cli import (
     chat,
     collect_env,
     config,
+    metadata,
     model,
     pool,
     process,
@@ -51,6 +52,7 @@ app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("storage-node")(storage_node.storage_node)
+app.command("metadata")(metadata.metadata)
 app.command("collect-env")(collect_env.collect_env)
 app.command("version")(collect_env.version)
 app.add_typer(bench.app, name="bench", help="Measure a running service.")

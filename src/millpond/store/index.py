@@ -478,9 +478,17 @@ class BlockIndex:
 
     @classmethod
     def restore(cls, arrays: dict[str, npt.NDArray[Any]], max_blocks: int = 1 << 28) -> BlockIndex:
-        """Make the index that `save` wrote."""
+        """Make the index that `save` wrote.
+
+        Raises:
+            OverloadError: It does not fit into `max_blocks`.
+        """
         index = cls(max_blocks)
         capacity, entries = arrays["capacity"].astype(np.int64), arrays["entries"]
+        if capacity.max() > index._tables.shape[1] or len(arrays["records"]) > index._max_extents:
+            raise OverloadError(
+                f"the saved index has more than {max_blocks} blocks", code="pool.index_full", retry_after_s=60
+            )
         begin = 0
         for table in range(NUM_TABLES):
             size = int(capacity[table])
@@ -515,6 +523,18 @@ class BlockIndex:
             )
         self._num_slots += 1
         return self._num_slots - 1
+
+
+def warm_up() -> None:
+    """Compile or load what a first request would otherwise wait for."""
+    index = BlockIndex(1024)
+    hashes = bytes(range(32))
+    entry = ExtentEntry(
+        ExtentId(hashes[16:] + bytes(16), 2), StripeId(0, 0, 0), 0, 0, False, TenantId(0), 0, 0
+    )
+    index.remove(index.insert(entry, hashes).slot)
+    index.match(hashes, 1, 0)
+    index.sweep()
 
 
 def _reserve(shape: tuple[int, ...], dtype: type[_T]) -> npt.NDArray[_T]:

@@ -109,6 +109,10 @@ class QuotaBook:
         """Per tenant: KiB used, KiB reserved."""
         return {tenant: (a.used_kib, a.reserved_kib) for tenant, a in self._accounts.items()}
 
+    def own(self) -> dict[int, TenantQuota]:
+        """Limits of the tenants that have others than the default ones."""
+        return {int(tenant): a.quota for tenant, a in self._accounts.items() if a.quota != self.default}
+
     def _account(self, tenant: TenantId) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:

@@ -122,7 +122,7 @@ class Connection:
         limits: FrameLimits = DEFAULT_LIMITS,
     ) -> None:
         self.address = address
-        self._frames = FrameSocket(_connect(address, deadline_ns), limits)
+        self._frames = FrameSocket(connect(address, deadline_ns), limits)
         try:
             self.peer = greet(self._frames, Hello(VERSION, name, token), deadline_ns=deadline_ns)
         except BaseException:
@@ -328,7 +328,12 @@ def error_of(failed: Failed) -> MillpondError:
     return kinds.get(failed.code, NodeRefused)(failed.detail or failed.code, code=f"store.{failed.code}")
 
 
-def _connect(address: str, deadline_ns: int) -> socket.socket:
+def connect(address: str, deadline_ns: int) -> socket.socket:
+    """A TCP connection to `host:port`, not greeted.
+
+    Raises:
+        TransferFailed, DeadlineExceeded: Nobody answers there.
+    """
     host, _, port = address.rpartition(":")
     timeout_s = max(0.001, (deadline_ns - time.monotonic_ns()) / SECOND_NS)
     try:
