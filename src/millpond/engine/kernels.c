@@ -203,6 +203,104 @@ void mp_linear_experts(const float *x, const store_t *w, const int64_t *loads, l
     }
 }
 
+#ifndef MP_FP32
+/* ---- the same with E2M1 weights, widened in registers ---------------------------------------------------- */
+
+#define GROUP 32 /* columns that share a scale */
+#define GROUP_VECTORS (GROUP / LANES)
+
+/* Sixteen bytes of codes -> 32 weights. The table of a scale holds the low bytes of the 16 scaled values as bf16, then
+   the high ones. Byte 8u + 2d + p has columns 16u + 8p + d (low nibble) and 16u + 8p + d + 4. */
+INLINE void load_fp4(const uint8_t *codes, const uint8_t *table, vf *w) {
+#ifdef __AVX2__
+    __m256i pairs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    pairs = _mm256_srlv_epi32(pairs, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    pairs = _mm256_and_si256(pairs, _mm256_set1_epi8(15));
+    __m256i low = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + 1));
+    low = _mm256_shuffle_epi8(low, pairs);
+    high = _mm256_shuffle_epi8(high, pairs);
+    __m256i ends = _mm256_set1_epi32((int)0xffff0000), eights[4];
+    UNROLL for (int u = 0; u < 2; u++) {
+        __m256i halves = u ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+        eights[2 * u] = _mm256_slli_epi32(halves, 16);
+        eights[2 * u + 1] = _mm256_and_si256(halves, ends);
+    }
+#if LANES == 16
+    UNROLL for (int u = 0; u < 2; u++)
+        w[u] = (vf)_mm512_inserti64x4(_mm512_castsi256_si512(eights[2 * u]), eights[2 * u + 1], 1);
+#else
+    UNROLL for (int u = 0; u < 4; u++) w[u] = (vf)eights[u];
+#endif
+#else
+    for (int c = 0; c < GROUP; c++) {
+        int code = codes[c / 16 * 8 + c % 4 * 2 + c / 8 % 2] >> c / 4 % 2 * 4 & 15;
+        uint32_t u = (uint32_t)table[code] << 16 | (uint32_t)table[16 + code] << 24;
+        memcpy((char *)w + 4 * c, &u, 4);
+    }
+#endif
+}
+
+typedef struct {
+    const uint8_t *codes;        /* [n][k / 2] */
+    const uint8_t *exponents;    /* [n][k / 32] */
+    const uint8_t (*tables)[32]; /* [exponent] */
+} Fp4;
+
+INLINE void dot_tile_fp4(const int m, const int n, const float *x, const Fp4 *w, long row, long k, float *out, long ldo) {
+    const uint8_t *codes = w->codes + row * (k / 2), *exponents = w->exponents + row * (k / GROUP);
+    vf acc[MAX_TILE_M][MAX_TILE_N];
+    UNROLL for (int i = 0; i < m; i++) UNROLL for (int j = 0; j < n; j++) acc[i][j] = (vf){0};
+    for (long g = 0; g < k / GROUP; g++) {
+        UNROLL for (int j = 0; j < n; j++) {
+            vf b[GROUP_VECTORS];
+            load_fp4(codes + j * (k / 2) + g * (GROUP / 2), w->tables[exponents[j * (k / GROUP) + g]], b);
+            UNROLL for (int v = 0; v < GROUP_VECTORS; v++) UNROLL for (int i = 0; i < m; i++)
+                acc[i][j] = fma_v(load_f(x + i * k + g * GROUP + v * LANES), b[v], acc[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < m; i++) UNROLL for (int j = 0; j < n; j++) out[i * ldo + j] = sum_lanes(acc[i][j]);
+}
+
+#define DOT_ROWS_FP4(M, N)                                                                                        \
+    static void dot_rows_fp4_##M(const float *x, const Fp4 *w, long row, long end, long k, float *out, long ldo) { \
+        for (; row + N <= end; row += N) dot_tile_fp4(M, N, x, w, row, k, out + row, ldo);                        \
+        for (; row < end; row++) dot_tile_fp4(M, 1, x, w, row, k, out + row, ldo);                                \
+    }
+DOT_ROWS_FP4(1, 8)
+DOT_ROWS_FP4(2, 4)
+DOT_ROWS_FP4(3, 3)
+DOT_ROWS_FP4(4, 2)
+
+/* Rows [m][k] by a weight [n][k]. */
+static void linear_fp4(const float *x, const Fp4 *w, long m, long k, long n, float *out) {
+    long step = 2 * WEIGHT_BLOCK_BYTES / k;
+    for (long row = 0; row < n; row += step) {
+        long end = n - row < step ? n : row + step;
+        long i = 0;
+        for (; i + 4 <= m; i += 4) dot_rows_fp4_4(x + i * k, w, row, end, k, out + i * n, n);
+        switch (m - i) {
+        case 1: dot_rows_fp4_1(x + i * k, w, row, end, k, out + i * n, n); break;
+        case 2: dot_rows_fp4_2(x + i * k, w, row, end, k, out + i * n, n); break;
+        case 3: dot_rows_fp4_3(x + i * k, w, row, end, k, out + i * n, n); break;
+        default: break;
+        }
+    }
+}
+
+/* Like mp_linear_experts, bit for bit, with weights kept as FP4: codes [e][n][k / 2] in the order of load_fp4,
+   exponents [e][n][k / 32]. */
+void mp_linear_experts_fp4(const float *x, const uint8_t *codes, const uint8_t *exponents, const uint8_t (*tables)[32],
+                           const int64_t *loads, long experts, long k, long n, float *out) {
+    for (long e = 0; e < experts; e++) {
+        Fp4 w = {codes + e * n * (k / 2), exponents + e * n * (k / GROUP), tables};
+        linear_fp4(x, &w, loads[e], k, n, out);
+        x += loads[e] * k;
+        out += loads[e] * n;
+    }
+}
+#endif
+
 /* ---- row-wise ops -------------------------------------------------------------------------------------- */
 
 void mp_rms_norm(const float *x, const float *weight, float eps, long m, long k, float *out) {

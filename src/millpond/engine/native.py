@@ -93,6 +93,9 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(str(path))
     p, n = _Pointer, _Long
+    if dtype != torch.float32:
+        library.mp_linear_experts_fp4.argtypes = [p, p, p, p, p, n, n, n, p]
+        library.mp_linear_experts_fp4.restype = None
     for name, arguments in {
         "mp_linear": [p, n, p, p, n, n, n, p, n, ctypes.c_int],
         "mp_linear_experts": [p, p, p, n, n, n, p],

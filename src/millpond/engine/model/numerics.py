@@ -18,6 +18,7 @@ from millpond.engine.model.formats import (
     RowFormat,
     round_fp8,
 )
+from millpond.engine.model.fp4_experts import Fp4Experts
 from millpond.engine.model.native import kernels_for
 from millpond.engine.model.packed import Experts, Matrix, as_matrix
 
@@ -78,6 +79,8 @@ class Numerics:
 
     def product_by_expert(self, rows: torch.Tensor, weight: Experts, loads: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows, `loads` [experts] of them by each of weight [experts, out, in]."""
+        if isinstance(weight, Fp4Experts):
+            return weight.multiply(rows, loads)
         if isinstance(weight, torch.Tensor):
             native = multiply_by_expert(rows, weight, loads)
             if native is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from millpond.engine.model.dense import narrow_exact
+from millpond.engine.model.fp4_experts import Fp4Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class PackedWeight:
 
 Matrix = torch.Tensor | PackedWeight
 """A weight of a product."""
-Experts = torch.Tensor | tuple[PackedWeight, ...]
+Experts = torch.Tensor | Fp4Experts | tuple[PackedWeight, ...]
 """A weight of every expert: [experts, out, in]."""
 
 

@@ -1,8 +1,8 @@
 """Weights of a V4.1 model, taken from a checkpoint under the published names and brought to float32.
 
 Dense weights are stored as E4M3 with a scale per 32 x 32 tile, routed experts as E2M1 with a scale per row
-and 32 columns, the rest as bf16 or float32. All but the Engram tables are dequantised when loaded, unless
-they are kept packed.
+and 32 columns, the rest as bf16 or float32. Engram tables stay as they are stored, and so do routed experts
+where native kernels serve; the rest is dequantised when loaded, unless it is kept packed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from millpond.engine.model.config import V41Config
 from millpond.engine.model.dense import narrow_exact
 from millpond.engine.model.engram import EngramWeights
 from millpond.engine.model.formats import dequantise_fp4_weight, dequantise_tiles
+from millpond.engine.model.fp4_experts import Fp4Experts
 from millpond.engine.model.indexer import IndexerWeights
 from millpond.engine.model.mhc import MixWeights
 from millpond.engine.model.moe import ExpertWeights, MoeWeights
@@ -162,6 +163,9 @@ class _Loader:
         )
         if self.keep_packed:
             return weights
+        packed = Fp4Experts.pack([weight.parts for weight in weights])
+        if packed is not None:
+            return packed
         first = weights[0].as_matrix()
         stacked = first.new_empty(num_experts, *first.shape)
         for place, weight in zip(stacked, weights, strict=True):

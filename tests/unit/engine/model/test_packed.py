@@ -80,8 +80,8 @@ def test_packed_weights_take_less_memory(tmp_path):
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), weights]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         grown[weights] = int(result.stdout)
-    assert grown["unpacked"] > 2 * num_weights
     assert grown["packed"] < num_weights
+    assert grown["unpacked"] > grown["packed"] + num_weights // 2  # FP4 in memory of its own
 
 
 @pytest.mark.parametrize(
