@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,10 @@ from millpond.store.clock import SystemClock
 from millpond.store.files import DiskFiles
 from millpond.store.index import warm_up
 from millpond.store.metadata.server import MetadataServer, MetadataServerParams
+from millpond.store.signals import block_stop_signals, stop_asked
 
 log = structlog.get_logger(__name__)
 
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 LOOK_S = 1.0
 EXIT_HUNG = 3
 """Exit status if the disk did not take the last checkpoint in time."""
@@ -49,7 +48,7 @@ def run_metadata(spec: MetadataSpec) -> None:
         ConfigError: No such map or folder, the folder is in use, or the address is taken.
         InvariantBroken: A thread ended by a bug.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # for all threads: taken by sigtimedwait below
+    block_stop_signals()
     given = read_map_file(spec.map_file) if spec.map_file is not None else None
     try:
         files = DiskFiles(spec.data)
@@ -74,7 +73,7 @@ def run_metadata(spec: MetadataSpec) -> None:
     log.info("metadata.up", shard=spec.name, address=server.address, num_extents=server.status().num_extents)
     sys.stdout.write(server.address + "\n")
     sys.stdout.flush()
-    while not server.wait(0) and signal.sigtimedwait(STOP_SIGNALS, LOOK_S) is None:
+    while not server.wait(0) and not stop_asked(LOOK_S):
         pass
     if not server.stop(spec.stop_s):
         log.error("metadata.hung", shard=spec.name, deadline_s=spec.stop_s)

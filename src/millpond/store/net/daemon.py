@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from millpond.store.files import DiskFiles
 from millpond.store.net.peer import ServerParams
 from millpond.store.net.server import NodeServer
 from millpond.store.node import MAX_TARGETS, Calendar, StorageNode
+from millpond.store.signals import block_stop_signals, stop_asked
 from millpond.store.target import Target, TargetParams
 from millpond.store.wear import DriveSpec, WearBudget
 
 log = structlog.get_logger(__name__)
 
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 LOOK_S = 1.0
 """How often a failed thread is looked for."""
 EXIT_HUNG = 3
@@ -79,7 +78,7 @@ def run_storage_node(params: DaemonSpec) -> None:
     """
     if not 0 < len(params.targets) <= MAX_TARGETS:
         raise ConfigError(f"a node has 1 to {MAX_TARGETS} targets, not {len(params.targets)}", param="target")
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # for all threads: taken by sigtimedwait below
+    block_stop_signals()
     clock = SystemClock()
     node = _make_node(params, Calendar(clock))
     server = NodeServer(node, params.listen, token=params.token, boot=clock.unix_s(), params=ServerParams())
@@ -87,7 +86,7 @@ def run_storage_node(params: DaemonSpec) -> None:
     log.info("node.up", node=node.name, address=server.address, num_shards=server.status().num_shards)
     sys.stdout.write(server.address + "\n")
     sys.stdout.flush()
-    while not server.wait(0) and signal.sigtimedwait(STOP_SIGNALS, LOOK_S) is None:
+    while not server.wait(0) and not stop_asked(LOOK_S):
         pass
     if not server.stop(params.stop_s):
         log.error("node.hung", node=node.name, deadline_s=params.stop_s)
