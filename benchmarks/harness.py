@@ -124,6 +124,14 @@ class Report:
         }
         self.add(level_id, value, note)
 
+    def merge(self, part: Report) -> None:
+        """Take over what a part of this benchmark measured, in another process."""
+        spreads = [report.figures["aa_spread"] for report in (self, part) if "aa_spread" in report.figures]
+        self.figures |= part.figures
+        if spreads:
+            self.figures["aa_spread"] = max(map(float, map(str, spreads)))
+        self._results |= part._results
+
     def finish(self) -> Result:
         """Fill in what was not measured and make the result."""
         for level_id, level in self._levels.items():

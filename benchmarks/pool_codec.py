@@ -28,7 +28,13 @@ NUM_BLOCKS = 16
 """Shards of 184,320 B with the layout of V4.1-Flash."""
 
 WALK_BYTES = 512 * MIB
-_ROW_BYTES = (22_784, 22_784, 22_784, 45_568)
+FLASH = KvLayout(
+    tuple(
+        KvRow(layer, (KvPart("main", size, "fp4"),))
+        for layer, size in enumerate((22_784, 22_784, 22_784, 45_568))
+    )
+)
+"""Blocks of V4.1-Flash, 113,920 B."""
 
 Measurement = Callable[[], float]
 """One pass over all buffers; bytes of blocks per second."""
@@ -46,8 +52,7 @@ class PoolCodecBench:
     """Encoded extents in memory, and the sides of the four levels."""
 
     def __init__(self) -> None:
-        rows = tuple(KvRow(layer, (KvPart("main", size, "fp4"),)) for layer, size in enumerate(_ROW_BYTES))
-        self.stripe = StripeShape(KvLayout(rows), NUM_BLOCKS)
+        self.stripe = StripeShape(FLASH, NUM_BLOCKS)
         self.shape: PayloadShape = payload_shape(self.stripe)
         self.codec = ReedSolomon(self.stripe.k, self.stripe.m)
         size = stripe_bytes(self.shape)

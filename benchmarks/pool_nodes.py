@@ -74,6 +74,7 @@ class NodeProcesses:
         per_process: Nodes in each process.
         prefix: Command that runs a command somewhere else, for example in a network namespace.
         host: Address to listen on.
+        stop_s: How long they may take to seal and sync what they have when they end.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class NodeProcesses:
         per_process: int = 1,
         prefix: Sequence[str] = (),
         host: str = "127.0.0.1",
+        stop_s: float = STOP_S,
     ) -> None:
+        self._stop_s = stop_s
         self.processes: list[subprocess.Popen[str]] = []
         self.infos: list[StorageNodeInfo] = []
         try:
@@ -92,7 +95,7 @@ class NodeProcesses:
                 argv = [*prefix, sys.executable, "-m", "benchmarks.pool_nodes", "--folder", str(folder)]
                 argv += ["--host", host, "--first", str(index * per_process), "--count", str(per_process)]
                 argv += ["--read-ms", str(speed.read_ms), "--stall-ratio", str(speed.stall_ratio)]
-                argv += ["--stall-ms", str(speed.stall_ms)]
+                argv += ["--stall-ms", str(speed.stall_ms), "--stop-s", str(stop_s)]
                 pipe = subprocess.PIPE
                 self.processes.append(subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True))
             for process in self.processes:
@@ -112,6 +115,16 @@ class NodeProcesses:
         )
         return PoolMap(1, tuple(self.infos), (PlacementEpoch(0, k, m, names, groups),), ())
 
+    def end(self) -> None:
+        """Let them seal, sync and end.
+
+        Raises:
+            RuntimeError: One of them did not, or had ended before.
+        """
+        self.close()
+        if any(process.returncode for process in self.processes):
+            raise RuntimeError(f"nodes ended with {[process.returncode for process in self.processes]}")
+
     def close(self) -> None:
         """End them."""
         for process in self.processes:
@@ -121,7 +134,7 @@ class NodeProcesses:
                         pipe.close()
         for process in self.processes:
             try:
-                process.wait(STOP_S)
+                process.wait(self._stop_s + 2)
             except subprocess.TimeoutExpired:
                 process.kill()  # it may be stopped on purpose
                 process.wait()
@@ -145,6 +158,7 @@ def main() -> None:
     parser.add_argument("--read-ms", type=float, default=0.0)
     parser.add_argument("--stall-ratio", type=float, default=0.0)
     parser.add_argument("--stall-ms", type=float, default=0.0)
+    parser.add_argument("--stop-s", type=float, default=STOP_S)
     chosen = parser.parse_args()
     clock = SystemClock()
     calendar = Calendar(clock)
@@ -166,8 +180,9 @@ def main() -> None:
         servers.append(server)
     print(json.dumps([server.address for server in servers]), flush=True)
     sys.stdin.read()
-    for server in servers:
-        server.stop(STOP_S / 2)
+    has_sealed = [server.stop(chosen.stop_s) for server in servers]
+    if not all(has_sealed):
+        raise SystemExit("not everything is sealed")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def open_pool(metadata: LocalMetadata, layout: KvLayout, pick: ShardPickParams |
     return Pool(layout, metadata, name="bench", settings=replace(settings, pick=pick or ShardPickParams()))
 
 
-def hedge_real(num_reads: int = 3000) -> tuple[float, dict[str, object]]:
+def hedge_real(num_reads: int = 3000) -> tuple[float, dict[str, ReadFigures]]:
     """`hedge_p99_ratio_real`: 2 % of all disk reads stall for 100 ms.
 
     Returns:

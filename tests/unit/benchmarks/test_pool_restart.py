@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import pool_store
+from benchmarks import pool_restart
 
 
 def test_a_start_finds_every_record_of_the_footers():
-    assert pool_store.restart_entries_per_s(num_segments=3, repeats=1) > 0
+    assert pool_restart.restart_entries_per_s(num_segments=3, repeats=1) > 0
