@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,10 @@ _NUM_NUCLEUS = 512
 """Most likely tokens sorted first for top_p; all are, when these do not reach it."""
 _MIN_TEMPERATURE = 1e-5
 """Below it logits / temperature could overflow; the largest logit wins anyway."""
+
+
+TokenIds: TypeAlias = "array[int] | npt.NDArray[np.int32]"
+"""Token ids, int32; read where they lie, so that a long prompt is not copied for every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ class Sampler:
         self,
         logits: npt.NDArray[np.float32],
         sampling: SamplingParams,
-        prompt_ids: array[int],
-        output_ids: array[int],
+        prompt_ids: TokenIds,
+        output_ids: TokenIds,
         position: int,
     ) -> SampledChoice:
         """Choose one token.
@@ -121,7 +126,7 @@ class Sampler:
 
 
 def adjust_logits(
-    logits: npt.NDArray[np.float32], sampling: SamplingParams, prompt_ids: array[int], output_ids: array[int]
+    logits: npt.NDArray[np.float32], sampling: SamplingParams, prompt_ids: TokenIds, output_ids: TokenIds
 ) -> npt.NDArray[np.floating]:
     """Apply bias, mask and penalties.
 

@@ -254,9 +254,8 @@ class V41Engine:
     ) -> SampledChoice:
         """Choose the token after a sequence's known ones and guesses of those after them."""
         ids = sequence.tokens.ids
-        prompt_ids = array("i", ids[: sequence.num_prompt_tokens].tobytes())
-        output_ids = array("i", ids[sequence.num_prompt_tokens :].tobytes())
-        output_ids.extend(draft_ids)
+        prompt_ids = ids[: sequence.num_prompt_tokens]
+        output_ids = np.append(ids[sequence.num_prompt_tokens :], np.array(draft_ids, np.int32))
         return self._sampler.sample(
             logits, sampling, prompt_ids, output_ids, len(prompt_ids) + len(output_ids)
         )

@@ -51,10 +51,10 @@ def choose_candidates(
         [rows, entries], bool.
     """
     count = scores.shape[-1]
-    padded = functional.pad(scores.float(), (0, -count % block_size), value=-torch.inf)
+    padded = functional.pad(scores, (0, -count % block_size), value=-torch.inf)
     blocks = padded.unflatten(-1, (-1, block_size)).amax(-1)
     newest = (visible - 1).clamp_min(0)[:, None] // block_size
-    pinned = torch.where(visible[:, None] > 0, torch.inf, blocks.gather(-1, newest))
+    pinned = blocks.gather(-1, newest).masked_fill_(visible[:, None] > 0, torch.inf)
     blocks = blocks.scatter(-1, newest, pinned)
     kept = choose_largest(blocks, min(num_blocks, blocks.shape[-1]))
     mask = torch.zeros(len(blocks), blocks.shape[-1] + 1, dtype=torch.bool, device=scores.device)

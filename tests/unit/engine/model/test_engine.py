@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 
 from millpond.core.errors import ConfigError, InvariantBroken
 from millpond.core.ids import BlockId, DpRank, RequestId, SlotId
@@ -14,7 +17,8 @@ from millpond.core.request import SamplingParams
 from millpond.core.shapes import KvFormat, kv_layout
 from millpond.engine.memory import MemoryPlan, plan_memory
 from millpond.engine.model.engine import V41Engine
-from tests.unit.engine.model.tiny_v41 import EXACT, prompt, tiny_model
+from millpond.engine.sampler import Sampler
+from tests.unit.engine.model.tiny_v41 import EXACT, Hand, prompt, tiny_model
 
 GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0)
 RANK = DpRank(0)
@@ -132,6 +136,48 @@ def test_a_hit_without_windows_replays_and_leaves_the_hit_alone(model, keep):
     assert texts[0] == texts[1]
 
 
+def test_right_drafts_are_taken_up_to_the_first_wrong_one(model):
+    ids, plain = prompt(40).tolist(), make_engine(model)
+    text = [prefill(plain, "a", ids, (1,), 0), *decode(plain, "a", 40, 7)]
+    wrong = (text[4] + 1) % model.config.shape.vocab_size
+    for right, drafts in ((3, (*text[1:4], wrong, text[5])), (2, text[1:3]), (0, (wrong, text[2]))):
+        engine = make_engine(model)
+        assert prefill(engine, "a", ids, (1,), 0) == text[0]
+        row = DecodeRow(RequestId("a"), 40, (), tuple(drafts))
+        sampled = engine.execute(RankPlan(RANK, rows=(row,))).sampled
+        assert [token.token_id for token in sampled] == text[1 : right + 2]
+        assert [token.position for token in sampled] == list(range(41, 42 + right))
+        assert decode(engine, "a", 41 + right, 6 - right) == text[right + 2 :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_chosen_by_the_rules_and_the_noise_of_their_places(model, temperature):
+    """Each as if the drafts before it had been sampled; two sequences of different lengths in one step."""
+    rules = replace(GREEDY, temperature=temperature, frequency_penalty=2.0)
+    engine, hand, sampler = make_engine(model), Hand(model), Sampler(model.config.shape.vocab_size)
+    texts = {"a": prompt(33, seed=1).tolist(), "b": prompt(61, seed=2).tolist()}
+    for number, (name, ids) in enumerate(texts.items()):
+        begun = replace(start(name, ids, (number + 1,), number), sampling=rules)
+        chunk = PrefillChunk(RequestId(name), 0, len(ids), is_last=True)
+        (first,) = engine.execute(RankPlan(RANK, start=(begun,), chunks=(chunk,))).sampled
+        ids.append(first.token_id)
+    rows = tuple(DecodeRow(RequestId(name), len(ids) - 1, ()) for name, ids in texts.items())
+    report = engine.execute(RankPlan(RANK, rows=rows, num_drafts=4))
+    for (name, ids), token, drafts in zip(texts.items(), report.sampled, report.drafts, strict=True):
+        hand.prefill(name, np.array(ids, np.int32))
+        num_prompt, output = len(ids) - 1, array("i", [ids[-1], token.token_id])
+
+        def choose(_number, logits, ids=ids, num_prompt=num_prompt, output=output):
+            place = num_prompt + len(output)
+            chosen = sampler.sample(logits[0].numpy(), rules, array("i", ids[:num_prompt]), output, place)
+            output.append(chosen.token_id)
+            return torch.tensor([chosen.token_id])
+
+        hand.drafts((name, token.token_id, len(ids) - 1), choose=choose)
+        assert drafts.request_id == name
+        assert drafts.token_ids == tuple(output[2:6])
+
+
 def test_an_idle_step_reports_nothing(model):
     assert make_engine(model).execute(RankPlan(RANK)).sampled == ()
 
@@ -160,6 +206,20 @@ def test_broken_plans_are_refused(model):
         engine.read_row(BlockId(0), 0)
     with pytest.raises(InvariantBroken):
         engine.write_state(SlotId(0), memoryview(b"x"))
+
+
+def test_a_hit_that_leaves_too_few_tokens_to_compute_is_refused(model):
+    """Decoder layers would look back on windows that nobody computed."""
+    ids, keep = prompt(170).tolist(), 24
+    for begin in (147, 128):
+        engine = make_engine(model, keep)
+        chunk = PrefillChunk(RequestId("a"), begin, 170, is_last=True)
+        plan = RankPlan(RANK, start=(start("a", ids, (1, 2), 0),), chunks=(chunk,))
+        if begin + keep <= 170:
+            assert engine.execute(plan).sampled
+            continue
+        with pytest.raises(InvariantBroken, match="the last 24 of 170 tokens must be computed"):
+            engine.execute(plan)
 
 
 def test_slots_come_first_and_blocks_get_the_rest(model):

@@ -172,8 +172,9 @@ def test_windows():
         assert [buffer[i] for i in at.index[row].tolist() if i >= 0] == wanted
 
 
-def test_selection(noise):
-    scores = torch.randint(-3, 4, (12, 29), generator=noise).float()  # many ties
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selection(noise, dtype):
+    scores = torch.randint(-3, 4, (12, 29), generator=noise).to(dtype)  # many ties
     visible = torch.randint(0, 30, (12,), generator=noise)
     scores = scores.masked_fill(torch.arange(29) >= visible[:, None], -torch.inf)
     chosen = choose_largest(scores, 6)

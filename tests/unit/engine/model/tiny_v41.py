@@ -65,8 +65,8 @@ class Hand:
         return out.hidden
 
     @torch.inference_mode()
-    def drafts(self, *ends):
-        """Greedy drafts after (name, token id, position) of several sequences."""
+    def drafts(self, *ends, choose=lambda _, logits: logits.argmax(-1)):
+        """Drafts, greedy by default, after (name, token id, position) of several sequences."""
         names, token_ids, positions = zip(*ends, strict=True)
         ctx = self.model.start(make_step([], self.shape, self.model.device), self.caches)
         return self.draft.propose(
@@ -74,7 +74,7 @@ class Hand:
             torch.tensor(token_ids),
             torch.tensor(positions),
             torch.tensor([self.places[name][0] for name in names]),
-            lambda _, logits: logits.argmax(-1),
+            choose,
         )
 
     def prefill(self, name, ids, borders=()):
