@@ -11,7 +11,6 @@ typed error; both lengths are checked before anything is allocated.
 from __future__ import annotations
 
 import hmac
-import os
 import select
 import socket
 import struct
@@ -91,7 +90,6 @@ class FrameSocket:
         payload: Sequence[Bytes] = (),
         *,
         deadline_ns: int,
-        more_bytes: int = 0,
     ) -> None:
         """Send one frame.
 
@@ -100,7 +98,6 @@ class FrameSocket:
             message: Body.
             payload: Buffers that are sent one after the other without being joined.
             deadline_ns: When the last byte must be in the kernel.
-            more_bytes: Payload that the caller sends next with `send_file`.
 
         Raises:
             DeadlineExceeded: The peer does not read; the connection must be closed.
@@ -108,29 +105,9 @@ class FrameSocket:
         """
         body = _encoder.encode(message)
         views = [view for buffer in payload if (view := memoryview(buffer).cast("B")).nbytes]
-        payload_bytes = sum(view.nbytes for view in views) + more_bytes
+        payload_bytes = sum(view.nbytes for view in views)
         head = HEAD.pack(MAGIC, VERSION, _NUMBER[type(message)], request, len(body), payload_bytes)
         self._send_views([memoryview(head + body), *views], deadline_ns)
-
-    def send_file(self, file: int, begin: int, num_bytes: int, *, deadline_ns: int) -> None:
-        """Send `num_bytes` of an open file from offset `begin` on, without copying them here.
-
-        Raises:
-            OSError: The file could not be read; the connection must be closed.
-            DeadlineExceeded, TransferFailed: As in `send`, and if the file ends early.
-        """
-        end = begin + num_bytes
-        while begin < end:
-            try:
-                sent = os.sendfile(self._socket.fileno(), file, begin, end - begin)
-            except BlockingIOError:
-                self._wait(self._writable, deadline_ns)
-                continue
-            except (BrokenPipeError, ConnectionError) as error:
-                raise _lost(error) from error
-            if not sent:
-                raise TransferFailed("the file ended early", code="store.short_file")
-            begin += sent
 
     def receive(self, deadline_ns: int | None) -> Head:
         """Wait until a frame begins, and read its head and body.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -87,25 +86,6 @@ def test_many_small_buffers_go_out_as_one_frame(pair: Pair):
     pair.frames.skip(2400, within(10))
     far.send(2, Done(3), deadline_ns=within(10))
     assert pair.frames.receive(within(10)).request == 2
-
-
-def test_a_part_of_a_file_is_sent_behind_the_head(pair: Pair):
-    far = FrameSocket(pair.far, LIMITS)
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(range(256)) * 1024)
-        file.flush()
-        far.send(3, ShardData(2, 9), [b"hd"], deadline_ns=within(10), more_bytes=100_000)
-        sender = threading.Thread(
-            target=far.send_file, args=(file.fileno(), 3, 100_000), kwargs={"deadline_ns": within(10)}
-        )
-        sender.start()
-        head = pair.frames.receive(within(10))
-        got = bytearray(head.payload_bytes)
-        pair.frames.receive_into(memoryview(got), within(10))
-        sender.join(10)
-        assert got == b"hd" + (bytes(range(256)) * 1024)[3:100_003]
-        with pytest.raises(TransferFailed, match="ended early"):
-            far.send_file(file.fileno(), 256 * 1024, 1, deadline_ns=within(10))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millpond.core.errors import (
@@ -25,8 +26,9 @@ from millpond.policies.retention import BlockClass
 from millpond.store.clock import SystemClock
 from millpond.store.files import DiskFiles, Files
 from millpond.store.net.connection import Answer, Connection
-from millpond.store.net.framing import HEAD, VERSION, FrameSocket
+from millpond.store.net.framing import HEAD, VERSION
 from millpond.store.net.messages import (
+    KINDS,
     CancelRead,
     Done,
     DropShard,
@@ -74,6 +76,9 @@ def serving(
         assert server.stop(10)
     assert server.failure is None
     assert server.num_connections == 0
+
+
+KIND_OF = {kind: number for number, kind in KINDS.items()}
 
 
 def connect(server: NodeServer) -> Connection:
@@ -241,9 +246,9 @@ def test_garbage_a_wrong_version_and_a_wrong_token_are_closed_and_counted(server
 def test_a_peer_that_dies_half_way_through_a_put_leaves_nothing(server: NodeServer, wait_until):
     record = RECORDS[0]
     with connect(server) as connection:
-        frames: FrameSocket = connection._frames
-        part = record.whole[:50_000]
-        frames.send(9, PutShard(*record.key), [part], deadline_ns=within(10), more_bytes=100_000)
+        body = msgspec.msgpack.encode(PutShard(*record.key))
+        head = HEAD.pack(b"MPST", VERSION, KIND_OF[PutShard], 9, len(body), 150_000)
+        connection._frames._socket.sendall(head + body + record.whole[:50_000])
     wait_until(lambda: server.num_connections == 0, "the connection closed")
     with connect(server) as connection:
         with pytest.raises(ExtentAbsent):
