@@ -19,6 +19,8 @@ MODEL_TYPE = "deepseek_v41"
 _GROUP = 32
 _MAX_COUNT = 65536
 """Of what is listed one by one: experts, layers of the vision tower."""
+_MAX_TURNS = 1e6
+"""Of a rotation over the original positions; their logarithm is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ def parse_config(values: Mapping[str, object], source: str = "config.json") -> V
     )
     if config.swiglu_limit <= 0:
         text.refuse("swiglu_limit", f"is {config.swiglu_limit}, not > 0")
+    if config.compress_rope_theta <= 1:
+        text.refuse("compress_rope_theta", f"is {config.compress_rope_theta}, not > 1")
     return config
 
 
@@ -320,6 +324,9 @@ def _check_tables(text: Fields, shape: ModelShape) -> None:
 
 def _rope_scaling(fields: Fields) -> RopeScaling:
     fields.must_be("rope_type", "yarn")
+    for field in ("beta_fast", "beta_slow"):
+        if not 1 / _MAX_TURNS <= (turns := fields.number(field)) <= _MAX_TURNS:
+            fields.refuse(field, f"is {turns:g}, not from {1 / _MAX_TURNS:g} to {_MAX_TURNS:g}")
     return RopeScaling(
         factor=fields.number("factor", minimum=1.0),
         beta_fast=fields.number("beta_fast"),

@@ -126,6 +126,7 @@ TEXT = [
     ("engram_pad_token_id", 600, None),
     ("swiglu_limit", 0, None),
     ("rope_scaling", None, None),
+    ("compress_rope_theta", 1, None),
     ("rms_norm_eps", True, None),
 ]
 
@@ -157,6 +158,16 @@ def test_other_sections_are_checked_too(section, field, value):
     (values if section is None else values[section])[field] = value
     with pytest.raises(ModelFormatError, match=field):
         parse_config(values)
+
+
+@pytest.mark.parametrize("field", ["beta_fast", "beta_slow"])
+@pytest.mark.parametrize("value", [0, 1e-320, 1e308])
+def test_turns_that_have_no_logarithm_are_refused(field, value):
+    values = copy.deepcopy(tiny())
+    values["text_config"]["rope_scaling"][field] = value
+    with pytest.raises(ModelFormatError, match=field) as caught:
+        parse_config(values)
+    assert caught.value.param == field
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path):

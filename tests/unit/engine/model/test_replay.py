@@ -48,6 +48,19 @@ def test_decoder_replay_does_not_depend_on_the_chunks(models, mode, borders):
     assert torch.equal(cut.state("a", 150), whole.state("a", 150))
 
 
+@pytest.mark.parametrize("borders", [(36,), (45,), (10, 25, 47)])
+def test_decoder_replay_knows_which_of_the_kept_tokens_are_of_an_image(models, borders):
+    ids, keep = prompt(60), 24
+    ids[20:30] = ids[44:50] = models["fp32"].config.image_token_id
+    whole, cut = Hand(models["fp32"]), Hand(models["fp32"])
+    kept = run_kept(whole, "a", ids, keep)
+    assert torch.equal(run_kept(cut, "a", ids, keep, borders), kept)
+    assert torch.equal(cut.state("a", 60), whole.state("a", 60))
+    # the first kept token sees nothing of the decoder's windows but itself: alone it comes out the same
+    alone = run_kept(Hand(models["fp32"]), "a", ids[: 60 - keep + 1], 1)
+    assert torch.equal(kept[:1], alone)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_decoder_replay_of_the_whole_prompt_is_exact(models, mode):
     ids = prompt(40)
