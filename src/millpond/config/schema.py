@@ -86,7 +86,7 @@ def check(data: Mapping[str, Any]) -> Config:
     values: dict[str, Any] = {}
     for key, content in data.items():
         if key in records:
-            values[key] = _check_record(records[key], key, content)
+            values[key] = check_record(records[key], key, content)
         elif key in tables:
             values[tables[key]] = _check_table(table_type(tables[key]), key, content)
         else:
@@ -98,10 +98,15 @@ def _check_table(record: type, key: str, content: object) -> tuple[Any, ...]:
     if not isinstance(content, list):
         raise ConfigError(f"{key}: write [[{key}]], once for each {key}", param=key)
     entries = cast("list[object]", content)
-    return tuple(_check_record(record, f"{key}[{index}]", entry) for index, entry in enumerate(entries))
+    return tuple(check_record(record, f"{key}[{index}]", entry) for index, entry in enumerate(entries))
 
 
-def _check_record(record: type, path: str, content: object) -> Any:
+def check_record(record: type, path: str, content: object) -> Any:
+    """Make one record of what the file says at `path`.
+
+    Raises:
+        ConfigError: As `check`.
+    """
     if not isinstance(content, dict):
         raise ConfigError(f"{path} = {content!r}: must be a table, [{path}]", param=path)
     model = strict_model(record)

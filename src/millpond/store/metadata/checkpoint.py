@@ -146,8 +146,8 @@ def _head_of(content: memoryview) -> tuple[memoryview, memoryview]:
     """Head and arrays of a file."""
     if len(content) < _PREFIX.size:
         raise DataError(f"cut off after {len(content)} bytes", code="pool.checkpoint")
-    magic, version, _, checksum, head_bytes = _PREFIX.unpack_from(content)
-    if magic != MAGIC or version != FORMAT:
+    magic, version, zero, checksum, head_bytes = _PREFIX.unpack_from(content)
+    if magic != MAGIC or version != FORMAT or zero:
         raise DataError(f"format {version} of {bytes(magic)!r}", code="pool.checkpoint")
     if xxhash.xxh3_64_intdigest(content[_CHECKED_AT:]) != checksum:
         raise DataError("checksum does not match", code="pool.checkpoint")
