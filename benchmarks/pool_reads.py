@@ -87,7 +87,7 @@ class ReadFigures:
     extra_ratio: float
 
 
-class _Nothing:
+class Nothing:
     """A sink that needs only to know that the rows came."""
 
     def on_rows(self, ready: RowsReady) -> None:
@@ -133,7 +133,7 @@ def read_all(pool: Pool, hits: Sequence[Hit], num_reads: int, *, readers: int = 
                 return
             hit = hits[index % len(hits)]
             began_ns = time.monotonic_ns()
-            result = pool.get(hit, _Nothing(), deadline_ns=began_ns + 20 * SECOND_NS)
+            result = pool.get(hit, Nothing(), deadline_ns=began_ns + 20 * SECOND_NS)
             ended_ns = time.monotonic_ns()
             with lock:
                 latency_ns.append(ended_ns - began_ns)
