@@ -148,6 +148,16 @@ def test_a_reply_cut_inside_a_call_has_no_call_and_loses_nothing(end: int) -> No
         assert parse(["</think>a", text]) == [("content", "a" + text)]
 
 
+def test_a_second_call_that_is_cut_off_stays_text() -> None:
+    text = block(invoke("f"), GOOD)
+    begin = text.index(INVOKE_END) + len(INVOKE_END)
+    for end in range(begin, text.rindex(INVOKE_END) + len(INVOKE_END)):
+        cut = text[begin:end]
+        is_markup = CALLS_END.startswith(cut.strip())  # the end of the block, as far as anybody can tell
+        rest = [] if is_markup else [("content", cut)]
+        assert parse(["</think>", text[:end]]) == [("call", "f", "{}"), *rest]
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     text = "a" + block(GOOD)
     assert parse([text], is_reasoning=False, reads_calls=False) == [("content", text)]
@@ -157,6 +167,8 @@ def test_a_reply_may_begin_inside_a_block() -> None:
     options = {"is_reasoning": False, "is_in_calls": True}
     assert parse([invoke("g") + f"\n{CALLS_END}"], **options) == [("call", "g", "{}")]
     assert parse(["I will not"], **options) == [("content", "I will not")]
+    cut = GOOD[: len(GOOD) // 2]
+    assert parse([cut], **options) == [("content", cut)]
 
 
 def test_only_what_may_become_a_marker_is_held_back() -> None:
