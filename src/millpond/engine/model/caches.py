@@ -27,6 +27,10 @@ class PackedRows:
         """Float32 rows [..., width] at (block or slot, row)."""
         return self.row_format.read(self.memory, first, second, self.width)
 
+    def read_before(self, first: torch.Tensor, second: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Float32 rows at (block or slot, row), then encoded rows `data` [n, row bytes]: [..., width]."""
+        return self.row_format.read_before(self.memory, first, second, data, self.width)
+
     def read_all(self, first: torch.Tensor) -> torch.Tensor:
         """Float32 rows of whole blocks, one after the other; unwritten rows may be anything."""
         return self.row_format.read(self.memory, first, None, self.width)

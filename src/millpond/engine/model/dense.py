@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
@@ -23,6 +24,19 @@ def narrow_exact(weight: torch.Tensor) -> torch.Tensor:
     return narrow if torch.equal(narrow.float(), weight) else weight
 
 
+def linear_address(weight: torch.Tensor) -> int | None:
+    """Address of the native product for a weight [out, in], which kernels call; None if torch must do."""
+    if not weight.is_contiguous() or _kernels_for(weight, weight.dtype) is None:
+        return None
+    return _address_of(weight.dtype)
+
+
+@lru_cache(maxsize=2)
+def _address_of(dtype: torch.dtype) -> int | None:
+    kernels = load_kernels(dtype)
+    return None if kernels is None else ctypes.cast(kernels.mp_linear, ctypes.c_void_p).value
+
+
 def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Float32 rows [n, in] by a weight [out, in]; None if torch must do.
 
@@ -33,7 +47,7 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     if kernels is None:
         return None
     rows, weight = rows.contiguous(), weight.contiguous()
-    (count, width), out_width = rows.shape, len(weight)
+    (count, width), out_width = rows.shape, weight.shape[0]
     out = torch.empty(count, out_width)
     kernels.mp_linear(
         rows.data_ptr(),
@@ -81,12 +95,12 @@ def multiply_by_expert(rows: torch.Tensor, weight: torch.Tensor, loads: torch.Te
     if kernels is None:
         return None
     rows = rows.contiguous()
-    out = torch.empty(len(rows), weight.shape[1])
+    out = torch.empty(rows.shape[0], weight.shape[1])
     kernels.mp_linear_experts(
         rows.data_ptr(),
         weight.data_ptr(),
         loads.data_ptr(),
-        len(weight),
+        weight.shape[0],
         weight.shape[2],
         weight.shape[1],
         out.data_ptr(),

@@ -53,6 +53,12 @@ class RowFormat(Protocol):
         """
         ...
 
+    def read_before(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor, data: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """Decode rows of memory at (first, second) and, behind them, the rows `data` [n, row_bytes]."""
+        ...
+
 
 def _rows_at(memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
     if second is None:
@@ -177,6 +183,20 @@ class _PackedRows:
             return self._decode(_rows_at(memory, first, second), width)
         return kernels.decode_rows(self._number, memory, first, second, width)
 
+    def read_before(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor, data: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """See `RowFormat.read_before`."""
+        kernels = kernels_for_bytes(memory, width)
+        if kernels is None:
+            return torch.cat([self.read(memory, first, second, width), self.decode(data, width)])
+        count = first.shape[0]
+        rows = torch.empty(count + data.shape[0], width)
+        kernels.decode_rows(self._number, memory, first, second, width, rows[:count])
+        block = torch.zeros(1, dtype=torch.int64)
+        kernels.decode_rows(self._number, data[None], block, None, width, rows[count:])
+        return rows
+
 
 class Fp8Rows(_PackedRows):
     """Window rows: E4M3, an E8M0 scale per 32 channels."""
@@ -246,6 +266,12 @@ class Fp32Rows:
     ) -> torch.Tensor:
         """See `RowFormat.read`."""
         return self.decode(_rows_at(memory, first, second), width)
+
+    def read_before(
+        self, memory: torch.Tensor, first: torch.Tensor, second: torch.Tensor, data: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """See `RowFormat.read_before`."""
+        return torch.cat([self.read(memory, first, second, width), self.decode(data, width)])
 
 
 def dequantise_tiles(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@
 #define LANES 8
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
+#define PANEL 64     /* rows that pass through fused operations together: scratch stays in the second cache */
 #define KEY_BLOCK 32 /* keys whose values stay in the first cache while all heads use them */
 
 typedef uint16_t bf16;
@@ -56,6 +57,18 @@ INLINE vf round_bf16(vf x) { /* to nearest, ties to even */
 }
 INLINE void narrow(bf16 *p, vf x) { narrow_halves(p, (vu)round_bf16(x) >> 16); }
 
+INLINE float widen_one(bf16 x) {
+    uint32_t u = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+INLINE bf16 narrow_one(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
 INLINE float sum_lanes(vf x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 INLINE float max_lanes(vf x) {
     float m = x[0];
@@ -79,6 +92,10 @@ INLINE vf exp_v(vf x) {
     p = p * (r * r) + r + 1.0f;
     return p * (vf)((n + 127) << 23);
 }
+
+/* The dense product of ../kernels.c for the dtype of its weight. */
+typedef void (*Linear)(const float *x, long ldx, const void *w, const float *bias, long m, long k, long n, float *out,
+                       long ldo, int mode);
 
 /* ---- number formats ------------------------------------------------------------------------------------ */
 
@@ -156,6 +173,21 @@ void mp_round_fp8(const bf16 *x, long rows, long width, float *out) {
         UNROLL for (int c = 0; c < 32; c += LANES)
             store(out + at + c, nearest_e4m3(widen(x + at + c) * inverse) * scale);
     }
+}
+
+/* Rows [rows][k] rounded to FP8, times a weight [n][k], rounded to bf16; -1 without memory. */
+int mp_quantised_linear(Linear linear, const bf16 *x, const void *w, long rows, long k, long n, bf16 *out) {
+    long panel = rows < PANEL ? rows : PANEL;
+    float *in = malloc((size_t)(panel * (k + n) + LANES) * sizeof(float)), *sums = in + panel * k;
+    if (!in) return -1;
+    for (long i = 0; i < rows; i += panel) {
+        long count = rows - i < panel ? rows - i : panel;
+        mp_round_fp8(x + i * k, count, k, in);
+        linear(in, k, w, 0, count, k, n, sums, n, 0);
+        for (long c = 0; c < count * n; c++) out[i * n + c] = narrow_one(sums[c]);
+    }
+    free(in);
+    return 0;
 }
 
 static void encode_fp8(const bf16 *x, long width, uint8_t *out) {
@@ -240,18 +272,6 @@ void mp_rms_norm(const bf16 *x, long stride, const float *weight, float eps, lon
     }
 }
 
-INLINE float widen_one(bf16 x) {
-    uint32_t u = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-INLINE bf16 narrow_one(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
 /* Rotate the last 2 * pairs channels of x [rows][heads][width] by the row's angles; sign -1 rotates back. */
 void mp_rotate(const bf16 *x, const float *cos, const float *sin, float sign, long rows, long heads, long width,
                long pairs, bf16 *out) {
@@ -330,6 +350,22 @@ void mp_split_mix(const float *raw, const float *scale, const float *base, const
     }
 }
 
+/* mp_widen_rms, the product with fn [n * (n + 2)][n * width] and mp_split_mix in one; -1 without memory. */
+int mp_compute_mix(Linear linear, const bf16 *stream, const void *fn, const float *base, const float *factor, long rows,
+                   long n, long width, long iters, float norm_eps, float eps, float *pre, float *post, float *comb) {
+    long panel = rows < PANEL / 4 ? rows : PANEL / 4, k = n * width, m = n * (n + 2);
+    float *flat = malloc((size_t)(panel * (k + m + 1)) * sizeof(float)), *raw = flat + panel * k, *scale = raw + panel * m;
+    if (!flat) return -1;
+    for (long i = 0; i < rows; i += panel) {
+        long count = rows - i < panel ? rows - i : panel;
+        mp_widen_rms(stream + i * k, norm_eps, count, k, flat, scale);
+        linear(flat, k, fn, 0, count, k, m, raw, m, 0);
+        mp_split_mix(raw, scale, base, factor, count, n, iters, eps, pre + i * n, post + i * n, comb + i * n * n);
+    }
+    free(flat);
+    return 0;
+}
+
 /* Weighted sum of the n copies of each row. */
 void mp_collapse(const bf16 *stream, const float *pre, long rows, long n, long width, bf16 *out) {
     for (long i = 0; i < rows; i++, stream += n * width, pre += n, out += width)
@@ -357,24 +393,66 @@ void mp_expand(const bf16 *stream, const bf16 *x, const float *post, const float
 
 /* ---- experts and Engram ---------------------------------------------------------------------------------- */
 
-/* Clamped SwiGLU of gate_up [rows][2 * width], times the row's weight if there is one, rounded to bf16. */
-void mp_activate(const bf16 *gate_up, const float *weight, float limit, long rows, long width, bf16 *out) {
+#define MAX_EXPERTS 1024
+
+/* The k experts with the largest score + bias of each row, best first, of equal ones the lower; their scores, which
+   add up to `scale` if there are several. Rows marked in is_image, if given, have a bias of their own. */
+void mp_choose_experts(const float *scores, const float *bias, const float *bias_image, const uint8_t *is_image,
+                       long rows, long experts, long k, float scale, int64_t *chosen, float *weights) {
+    for (long i = 0; i < rows; i++, scores += experts, chosen += k, weights += k) {
+        const float *own = is_image && is_image[i] ? bias_image : bias;
+        float left[MAX_EXPERTS], total = 0;
+        for (long e = 0; e < experts; e++) left[e] = scores[e] + own[e];
+        for (long j = 0; j < k; j++) {
+            long best = 0;
+            for (long e = 1; e < experts; e++) best = left[e] > left[best] ? e : best;
+            left[best] = -INFINITY;
+            chosen[j] = best;
+            weights[j] = scores[best];
+            total += scores[best];
+        }
+        for (long j = 0; j < k; j++) weights[j] = (k > 1 ? weights[j] / (total + 1e-20f) : weights[j]) * scale;
+    }
+}
+
+/* Sort the choices [rows][k] by expert, rows ascending in each. loads [experts]: choices of each expert; sources and
+   sorted [rows * k]: row and weight of each sorted choice; places [rows][k]: where a row's choices went, ascending. */
+void mp_group_by_expert(const int64_t *chosen, const float *weights, long rows, long k, long experts, int64_t *loads,
+                        int64_t *sources, float *sorted, int64_t *places) {
+    int64_t next[MAX_EXPERTS], at = 0;
+    memset(loads, 0, (size_t)experts * sizeof *loads);
+    for (long c = 0; c < rows * k; c++) loads[chosen[c]]++;
+    for (long e = 0; e < experts; at += loads[e++]) next[e] = at;
+    for (long i = 0; i < rows; i++, places += k)
+        for (long j = 0; j < k; j++) {
+            int64_t to = next[chosen[i * k + j]]++;
+            sources[to] = i;
+            sorted[to] = weights[i * k + j];
+            long before = j;
+            for (; before > 0 && places[before - 1] > to; before--) places[before] = places[before - 1];
+            places[before] = to;
+        }
+}
+
+/* Clamped SwiGLU of gate_up [rows][2 * width], rounded to bf16 before and after, times the row's weight if there is
+   one. */
+void mp_activate(const float *gate_up, const float *weight, float limit, long rows, long width, bf16 *out) {
     for (long i = 0; i < rows; i++, gate_up += 2 * width, out += width)
         for (long c = 0; c < width; c += LANES) {
-            vf g = smaller(widen(gate_up + c), splat(limit));
-            vf u = larger(smaller(widen(gate_up + width + c), splat(limit)), splat(-limit));
+            vf g = smaller(round_bf16(load(gate_up + c)), splat(limit));
+            vf u = larger(smaller(round_bf16(load(gate_up + width + c)), splat(limit)), splat(-limit));
             vf a = g / (1.0f + exp_v(-g)) * u;
             narrow(out + c, weight ? a * weight[i] : a);
         }
 }
 
-/* Sum the k shares of each row, in order, then the shared expert's. */
-void mp_sum_shares(const bf16 *shares, const int64_t *places, const bf16 *shared, long rows, long k, long width,
+/* Sum the k shares of each row, in order, each rounded to bf16, then the shared expert's. */
+void mp_sum_shares(const float *shares, const int64_t *places, const bf16 *shared, long rows, long k, long width,
                    bf16 *out) {
     for (long i = 0; i < rows; i++, places += k, shared += width, out += width)
         for (long c = 0; c < width; c += LANES) {
             vf s = {0};
-            for (long e = 0; e < k; e++) s += widen(shares + places[e] * width + c);
+            for (long e = 0; e < k; e++) s += round_bf16(load(shares + places[e] * width + c));
             narrow(out + c, s + widen(shared + c));
         }
 }

@@ -69,11 +69,10 @@ def window_part(ctx: StepContext, layer: int, rows: Rows, kv: torch.Tensor) -> K
     """Window of each row: ring rows from before, the step's own rows; the ring is brought up to date."""
     ring, index = ctx.caches.windows[layer], rows.window
     data = ring.row_format.encode(kv)
-    own = ring.row_format.decode(data, ring.width)
-    ctx.observe("win_kv", own)
-    history = ring.read(index.read_slots, index.read_rows)
+    seen = ring.read_before(index.read_slots, index.read_rows, data)
+    ctx.observe("win_kv", seen[index.read_slots.shape[0] :])
     ring.write(index.write_slots, index.write_rows, data[index.write_from])
-    return KvPart(torch.cat([history, own]), index.index)
+    return KvPart(seen, index.index)
 
 
 def publish_entries(ctx: StepContext, layer: LayerShape, w: CompressorWeights, x: torch.Tensor) -> None:

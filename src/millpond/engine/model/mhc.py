@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from millpond.engine.model.dense import linear_address
 from millpond.engine.model.native import MAX_COPIES, kernels_for
 from millpond.engine.model.numerics import Numerics, curve
 
@@ -40,10 +41,9 @@ def compute_mix(
     """Coefficients from the stream [rows, copies, hidden] before a sub-layer."""
     copies = stream.shape[1]
     kernels = kernels_for(stream) if copies <= MAX_COPIES else None
-    if kernels is not None:
-        flat, scale = kernels.widen_rms(stream.flatten(1), norm_eps)
-        raw = numerics.product(flat, w.fn)
-        return Mix(*kernels.split_mix(raw, scale, w.base, w.scale, copies, iters, eps))
+    linear = None if kernels is None else linear_address(w.fn)
+    if kernels is not None and linear is not None:
+        return Mix(*kernels.compute_mix(linear, stream, w.fn, w.base, w.scale, norm_eps, iters, eps))
     flat = stream.flatten(1).float()
     scale = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
     return split_mix(numerics.product(flat, w.fn) * scale, w, copies, iters=iters, eps=eps)

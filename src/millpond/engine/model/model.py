@@ -17,6 +17,7 @@ from millpond.engine.model.engram import add_engram
 from millpond.engine.model.engram_ids import look_back, make_hashes
 from millpond.engine.model.layer import run_layer
 from millpond.engine.model.mhc import collapse
+from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, rms_norm
 from millpond.engine.model.step import Span, Step
 from millpond.engine.model.weights import ModelWeights
@@ -171,4 +172,8 @@ class V41Model:
         """Mean of the copies of the rows that reach the end."""
         if len(stream) != step.decoder.num_rows:
             stream = stream[step.kept]
+        kernels = kernels_for(stream)
+        if kernels is not None:
+            rows, copies, _ = stream.shape
+            return kernels.collapse(stream, torch.full((rows, copies), 1 / copies))
         return stream.float().mean(1).to(stream.dtype)

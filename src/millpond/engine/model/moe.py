@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from millpond.engine.model.context import Observe, ignore
-from millpond.engine.model.native import kernels_for
+from millpond.engine.model.native import MAX_EXPERTS, kernels_for
 from millpond.engine.model.numerics import Numerics, curve
 from millpond.engine.model.packed import Experts, Matrix
 
@@ -59,7 +59,10 @@ def route(
     numerics: Numerics,
 ) -> Routing:
     """Choose `count` experts for each row of x [rows, hidden]; `is_image` [rows] picks the bias."""
-    scores = curve(functional.softplus, numerics.product(x.float(), w.gate)).sqrt()
+    scores = curve(functional.softplus, numerics.product(x.float(), w.gate)).sqrt_()
+    kernels = kernels_for(scores, 0, x.dtype) if len(w.gate) <= MAX_EXPERTS else None
+    if kernels is not None:
+        return Routing(*kernels.choose_experts(scores, w.bias, w.bias_image, is_image, count, scale))
     bias = w.bias
     if is_image is not None and w.bias_image is not None:
         bias = torch.where(is_image[:, None], w.bias_image, w.bias)
@@ -74,11 +77,10 @@ def _activate(
     gate_up: torch.Tensor, weights: torch.Tensor | None, limit: float, numerics: Numerics
 ) -> torch.Tensor:
     """Clamped SwiGLU of float32 rows [n, 2 * width], times the rows' weights, in the stream's dtype."""
-    gate_up = gate_up.to(numerics.dtype)
-    kernels = kernels_for(gate_up)
+    kernels = kernels_for(gate_up, gate_up.shape[1] // 2, numerics.dtype)
     if kernels is not None:
         return kernels.activate(gate_up, weights, limit)
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.to(numerics.dtype).float().chunk(2, dim=-1)
     inner = functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
     return (inner if weights is None else inner * weights[:, None]).to(numerics.dtype)
 
@@ -110,8 +112,48 @@ def run_routed(
     Returns:
         [rows, hidden], in the stream's dtype.
     """
+    return _routed_sums(x, w, loads, weights, limit, numerics).to(numerics.dtype)
+
+
+def _routed_sums(
+    x: torch.Tensor,
+    w: ExpertWeights[Experts],
+    loads: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+    numerics: Numerics,
+) -> torch.Tensor:
+    """`run_routed` before the last rounding."""
     inner = _activate(numerics.product_by_expert(x, w.gate_up, loads), weights, limit, numerics)
-    return numerics.product_by_expert(numerics.quantised_input(inner), w.down, loads).to(numerics.dtype)
+    return numerics.product_by_expert(numerics.quantised_input(inner), w.down, loads)
+
+
+class _Groups(NamedTuple):
+    """Choices of experts, sorted by expert and then by row."""
+
+    loads: torch.Tensor
+    """[experts]: choices of each."""
+    sources: torch.Tensor
+    """[choices]: row of each."""
+    weights: torch.Tensor
+    """[choices]"""
+    places: torch.Tensor
+    """[rows, k]: where a row's choices are, experts ascending."""
+
+
+def _group(routing: Routing, num_experts: int, dtype: torch.dtype) -> _Groups:
+    """Sort the choices of all rows."""
+    kernels = kernels_for(routing.weights, 0, dtype) if num_experts <= MAX_EXPERTS else None
+    if kernels is not None:
+        return _Groups(*kernels.group_by_expert(routing.experts, routing.weights, num_experts))
+    count = routing.experts.shape[1]
+    ascending = routing.experts.sort(-1)
+    weights = routing.weights.gather(-1, ascending.indices).flatten()
+    order = ascending.values.flatten().argsort(stable=True)
+    loads = torch.bincount(ascending.values.flatten(), minlength=num_experts)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return _Groups(loads, order // count, weights[order], places.unflatten(0, (-1, count)))
 
 
 def mix_experts(
@@ -124,22 +166,17 @@ def mix_experts(
 ) -> torch.Tensor:
     """Run the chosen experts and the shared one; sums in float32, experts ascending, the shared one last."""
     rounded = numerics.quantised_input(x)
-    count = routing.experts.shape[1]
-    ascending = routing.experts.sort(-1)
-    weights = routing.weights.gather(-1, ascending.indices).flatten()
-    order = ascending.values.flatten().argsort(stable=True)
-    loads = torch.bincount(ascending.values.flatten(), minlength=len(w.gate))
-    out = run_routed(rounded[order // count], w.experts, loads, weights[order], limit, numerics)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    groups = _group(routing, len(w.gate), numerics.dtype)
+    sorted_rows = rounded.index_select(0, groups.sources)
+    out = _routed_sums(sorted_rows, w.experts, groups.loads, groups.weights, limit, numerics)
     observe("routed_out", out)
     shared = run_shared(rounded, w.shared, limit, numerics)
     observe("shared_out", shared)
-    kernels = kernels_for(out)
+    kernels = kernels_for(shared)
     if kernels is not None:
-        return kernels.sum_shares(out, places.unflatten(0, (-1, count)), shared)
-    shares = out[places].unflatten(0, (-1, count))
+        return kernels.sum_shares(out, groups.places, shared)
+    shares = out.to(numerics.dtype)[groups.places]
     total = shares[:, 0].float()
-    for number in range(1, count):
+    for number in range(1, shares.shape[1]):
         total = total + shares[:, number].float()
     return (total + shared.float()).to(x.dtype)

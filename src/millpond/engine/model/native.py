@@ -21,6 +21,8 @@ _STEP = 16
 """Widths are multiples of what the kernels take at a time."""
 MAX_COPIES = 8
 """Copies of the stream that the kernels have room for."""
+MAX_EXPERTS = 1024
+"""Experts of a layer that the kernels have room for."""
 
 _Pointer = ctypes.c_void_p
 _Long = ctypes.c_long
@@ -28,6 +30,7 @@ _Float = ctypes.c_float
 _Int = ctypes.c_int
 _SIGNATURES = {
     "mp_round_fp8": (_Pointer, _Long, _Long, _Pointer),
+    "mp_quantised_linear": (_Pointer, _Pointer, _Pointer, _Long, _Long, _Long, _Pointer),
     "mp_encode_rows": (_Int, _Pointer, _Long, _Long, _Long, _Pointer),
     "mp_decode_rows": (
         *(_Int, _Pointer, _Long, _Long, _Pointer, _Pointer),
@@ -35,13 +38,20 @@ _SIGNATURES = {
     ),
     "mp_rms_norm": (_Pointer, _Long, _Pointer, _Float, _Long, _Long, _Pointer),
     "mp_rotate": (_Pointer, _Pointer, _Pointer, _Float, _Long, _Long, _Long, _Long, _Pointer),
-    "mp_widen_rms": (_Pointer, _Float, _Long, _Long, _Pointer, _Pointer),
-    "mp_split_mix": (
-        *(_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Long, _Long),
-        *(_Float, _Pointer, _Pointer, _Pointer),
+    "mp_compute_mix": (
+        *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Long, _Long, _Long),
+        *(_Float, _Float, _Pointer, _Pointer, _Pointer),
     ),
     "mp_collapse": (_Pointer, _Pointer, _Long, _Long, _Long, _Pointer),
     "mp_expand": (_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Long, _Long, _Pointer),
+    "mp_choose_experts": (
+        *(_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Long, _Long, _Float),
+        *(_Pointer, _Pointer),
+    ),
+    "mp_group_by_expert": (
+        *(_Pointer, _Pointer, _Long, _Long, _Long),
+        *(_Pointer, _Pointer, _Pointer, _Pointer),
+    ),
     "mp_activate": (_Pointer, _Pointer, _Float, _Long, _Long, _Pointer),
     "mp_sum_shares": (_Pointer, _Pointer, _Pointer, _Long, _Long, _Long, _Pointer),
     "mp_add_engram": (
@@ -55,6 +65,8 @@ _SIGNATURES = {
     ),
     "mp_choose_largest": (_Pointer, _Long, _Long, _Long, _Pointer),
 }
+_CAN_FAIL = {"mp_quantised_linear", "mp_compute_mix", "mp_attend", "mp_score_entries"}
+"""Those that allocate scratch and return a status."""
 
 
 class _Part(ctypes.Structure):
@@ -70,7 +82,7 @@ def _load() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = _Int if name in ("mp_attend", "mp_score_entries") else None
+        function.restype = _Int if name in _CAN_FAIL else None
     return library
 
 
@@ -81,10 +93,16 @@ def load_kernels() -> Kernels | None:
     return None if library is None else Kernels(library)
 
 
-def kernels_for(rows: torch.Tensor, width: int | None = None) -> Kernels | None:
-    """Kernels for numbers of this kind, in rows of `width` (their own if None); None if torch must do."""
+def kernels_for(
+    rows: torch.Tensor, width: int | None = None, dtype: torch.dtype | None = None
+) -> Kernels | None:
+    """Kernels for rows of this width in streams of this dtype (their own if None); None if torch must do."""
     width = rows.shape[-1] if width is None else width
-    if rows.dtype != torch.bfloat16 or rows.device.type != "cpu" or width % _STEP:
+    if (
+        (rows.dtype if dtype is None else dtype) != torch.bfloat16
+        or rows.device.type != "cpu"
+        or width % _STEP
+    ):
         return None
     return load_kernels()
 
@@ -111,6 +129,18 @@ class Kernels:
         self._library.mp_round_fp8(rows.data_ptr(), rows.numel() // width, width, out.data_ptr())
         return out
 
+    def quantised_linear(self, linear: int, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Round rows to FP8 and multiply; `linear` is the address of the product for the weight's dtype."""
+        rows, weight = rows.contiguous(), weight.contiguous()
+        (count, width), out_width = rows.shape, weight.shape[0]
+        out = torch.empty(count, out_width, dtype=rows.dtype)
+        self._check(
+            self._library.mp_quantised_linear(
+                linear, rows.data_ptr(), weight.data_ptr(), count, width, out_width, out.data_ptr()
+            )
+        )
+        return out
+
     def encode_rows(self, number_format: int, rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
         """Packed bytes [..., row_bytes] of rows [..., width]."""
         rows = rows.contiguous()
@@ -128,8 +158,9 @@ class Kernels:
         first: torch.Tensor,
         second: torch.Tensor | None,
         width: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Float32 rows of memory [blocks, rows, row bytes] at (first, second).
+        """Float32 rows of memory [blocks, rows, row bytes] at (first, second), in `out` if given.
 
         Without `second`: all rows of the blocks `first`.
         """
@@ -139,7 +170,7 @@ class Kernels:
         else:
             second = second.expand_as(first).contiguous()
             per, shape = 1, (*first.shape, width)
-        out = torch.empty(shape)
+        out = torch.empty(shape) if out is None else out
         self._library.mp_decode_rows(
             number_format,
             memory.data_ptr(),
@@ -176,7 +207,7 @@ class Kernels:
             cos.data_ptr(),
             sin.data_ptr(),
             sign,
-            len(rows),
+            rows.shape[0],
             heads,
             width,
             cos.shape[1],
@@ -184,40 +215,39 @@ class Kernels:
         )
         return out
 
-    def widen_rms(self, rows: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [n, width] as float32, and 1 / rms [n] of each."""
-        out, scale = torch.empty(rows.shape), torch.empty(len(rows))
-        self._library.mp_widen_rms(
-            rows.data_ptr(), eps, len(rows), rows.shape[1], out.data_ptr(), scale.data_ptr()
-        )
-        return out, scale
-
-    def split_mix(
+    def compute_mix(
         self,
-        raw: torch.Tensor,
-        scale: torch.Tensor,
+        linear: int,
+        stream: torch.Tensor,
+        fn: torch.Tensor,
         base: torch.Tensor,
         factors: torch.Tensor,
-        copies: int,
+        norm_eps: float,
         iters: int,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pre, post and comb from raw numbers [n, m], to be multiplied by `scale` [n]."""
-        count = len(raw)
+        """Pre, post and comb of a stream; `linear` is the address of the product for fn's dtype."""
+        stream = stream.contiguous()
+        count, copies, width = stream.shape
         pre, post = torch.empty(count, copies), torch.empty(count, copies)
         comb = torch.empty(count, copies, copies)
-        self._library.mp_split_mix(
-            raw.data_ptr(),
-            scale.data_ptr(),
-            base.data_ptr(),
-            factors.data_ptr(),
-            count,
-            copies,
-            iters,
-            eps,
-            pre.data_ptr(),
-            post.data_ptr(),
-            comb.data_ptr(),
+        self._check(
+            self._library.mp_compute_mix(
+                linear,
+                stream.data_ptr(),
+                fn.data_ptr(),
+                base.data_ptr(),
+                factors.data_ptr(),
+                count,
+                copies,
+                width,
+                iters,
+                norm_eps,
+                eps,
+                pre.data_ptr(),
+                post.data_ptr(),
+                comb.data_ptr(),
+            )
         )
         return pre, post, comb
 
@@ -248,22 +278,73 @@ class Kernels:
         )
         return new
 
+    def choose_experts(
+        self,
+        scores: torch.Tensor,
+        bias: torch.Tensor,
+        bias_image: torch.Tensor | None,
+        is_image: torch.Tensor | None,
+        count: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights [rows, count] of float32 scores [rows, experts]."""
+        scores = scores.contiguous()
+        rows, experts = scores.shape
+        mask = None if is_image is None or bias_image is None else is_image.contiguous()
+        chosen, weights = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
+        self._library.mp_choose_experts(
+            scores.data_ptr(),
+            bias.data_ptr(),
+            None if bias_image is None else bias_image.data_ptr(),
+            None if mask is None else mask.data_ptr(),
+            rows,
+            experts,
+            count,
+            scale,
+            chosen.data_ptr(),
+            weights.data_ptr(),
+        )
+        return chosen, weights
+
+    def group_by_expert(
+        self, chosen: torch.Tensor, weights: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loads, rows and weights of the sorted choices, and the places of each row's."""
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        rows, count = chosen.shape
+        loads, sources = torch.empty(num_experts, dtype=torch.int64), chosen.new_empty(rows * count)
+        ordered, places = weights.new_empty(rows * count), torch.empty_like(chosen)
+        self._library.mp_group_by_expert(
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            rows,
+            count,
+            num_experts,
+            loads.data_ptr(),
+            sources.data_ptr(),
+            ordered.data_ptr(),
+            places.data_ptr(),
+        )
+        return loads, sources, ordered, places
+
     def activate(self, gate_up: torch.Tensor, weights: torch.Tensor | None, limit: float) -> torch.Tensor:
-        """Clamped SwiGLU of rows [n, 2 * width], times the rows' weights."""
+        """Clamped SwiGLU of float32 rows [n, 2 * width], times the rows' weights."""
+        gate_up = gate_up.contiguous()
         width = gate_up.shape[1] // 2
-        out = torch.empty(len(gate_up), width, dtype=torch.bfloat16)
+        out = torch.empty(gate_up.shape[0], width, dtype=torch.bfloat16)
         self._library.mp_activate(
             gate_up.data_ptr(),
             None if weights is None else weights.data_ptr(),
             limit,
-            len(gate_up),
+            gate_up.shape[0],
             width,
             out.data_ptr(),
         )
         return out
 
     def sum_shares(self, shares: torch.Tensor, places: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        """Sum the shares at `places` [rows, k], in order, and the shared expert's rows."""
+        """Sum the float32 shares at `places` [rows, k], in order, and the shared expert's rows."""
+        shares, places, shared = shares.contiguous(), places.contiguous(), shared.contiguous()
         out = torch.empty_like(shared)
         self._library.mp_sum_shares(
             shares.data_ptr(),
@@ -334,7 +415,7 @@ class Kernels:
         """Scores [rows, width] in bf16; each row's keys begin at `first`, -inf behind the visible ones."""
         query, weights, keys = query.contiguous(), weights.contiguous(), keys.contiguous()
         first, visible = first.contiguous(), visible.contiguous()
-        out = torch.empty(len(query), width, dtype=weights.dtype)
+        out = torch.empty(query.shape[0], width, dtype=weights.dtype)
         self._check(
             self._library.mp_score_entries(
                 query.data_ptr(),
@@ -352,7 +433,7 @@ class Kernels:
     def choose_largest(self, scores: torch.Tensor, count: int) -> torch.Tensor:
         """Places of the largest scores, ascending, -1 behind them."""
         scores = scores.contiguous()
-        out = torch.empty(len(scores), count, dtype=torch.int64)
+        out = torch.empty(scores.shape[0], count, dtype=torch.int64)
         self._library.mp_choose_largest(scores.data_ptr(), *scores.shape, count, out.data_ptr())
         return out
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from millpond.core.shapes import KvFormat
-from millpond.engine.model.dense import multiply, multiply_by_expert, multiply_groups
+from millpond.engine.model.dense import linear_address, multiply, multiply_by_expert, multiply_groups
 from millpond.engine.model.formats import (
     Fp4IndexRows,
     Fp4MainRows,
@@ -114,6 +114,11 @@ class Numerics:
 
     def quantised_linear(self, rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """Linear with an FP8 or FP4 weight: its input is rounded to FP8 per 32 channels."""
+        weight = as_matrix(weight)
+        kernels = kernels_for(rows, dtype=self.dtype) if self.is_quantised else None
+        linear = None if kernels is None else linear_address(weight)
+        if kernels is not None and linear is not None:
+            return kernels.quantised_linear(linear, rows, weight)
         return self.product(self.quantised_input(rows), weight).to(self.dtype)
 
 
@@ -132,6 +137,8 @@ def curve(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) 
         goes through other code with other last bits.
     """
     count = len(rows)
+    if rows.is_contiguous() and rows.numel() % _VECTOR_ROWS == 0:
+        return function(rows)
     padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, -count % _VECTOR_ROWS))
     return function(padded)[:count]
 

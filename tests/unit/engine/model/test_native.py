@@ -11,7 +11,7 @@ from millpond.engine.model.engram import EngramWeights, add_engram
 from millpond.engine.model.formats import Fp4IndexRows, Fp4MainRows, Fp8Rows, quantise_fp8
 from millpond.engine.model.indexer import score_entries
 from millpond.engine.model.mhc import MixWeights, collapse, compute_mix, expand
-from millpond.engine.model.moe import ExpertWeights, MoeWeights, mix_experts, route
+from millpond.engine.model.moe import ExpertWeights, MoeWeights, _group, mix_experts, route
 from millpond.engine.model.numerics import BF16, rms_norm
 from millpond.engine.model.rope import Rotation, rope_frequencies
 from millpond.engine.model.selection import choose_largest
@@ -68,6 +68,26 @@ def test_rounding_for_linears_is_the_same(monkeypatch, noise):
     rows = (torch.randn(30, 64, generator=noise) * 10.0 ** torch.arange(-9, 6, 0.5)[:, None]).bfloat16()
     ours, theirs = both(monkeypatch, lambda: BF16.quantised_input(rows))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 64, 150])
+def test_quantised_linears_round_before_and_after(monkeypatch, noise, dtype, num_rows):
+    rows = torch.randn(num_rows, 96, generator=noise).bfloat16()
+    weight = torch.randn(41, 96, generator=noise).to(dtype)
+    ours = BF16.quantised_linear(rows, weight)
+    assert torch.equal(ours, dense.multiply(BF16.quantised_input(rows), weight).bfloat16())
+
+
+@pytest.mark.parametrize("row_format", FORMATS, ids=lambda f: type(f).__name__)
+def test_rows_read_before_others_are_those_read_alone(monkeypatch, noise, row_format):
+    size = row_format.row_bytes(64)
+    memory = torch.randint(0, 126, (5, 7, size), generator=noise, dtype=torch.uint8)
+    data, first, second = memory[3, :3].clone(), torch.tensor([4, 0, 2]), torch.tensor([6, 0, 3])
+    ours, theirs = both(monkeypatch, lambda: row_format.read_before(memory, first, second, data, 64))
+    alone = torch.cat([row_format.read(memory, first, second, 64), row_format.decode(data, 64)])
+    assert torch.equal(ours, alone)
+    assert torch.equal(theirs, alone)
 
 
 def test_norms_and_rotations(monkeypatch, noise):
@@ -144,6 +164,20 @@ def test_selection(monkeypatch, noise, count):
     scores = scores.masked_fill(torch.arange(29) >= visible[:, None], -torch.inf)
     ours, theirs = both(monkeypatch, lambda: choose_largest(scores, count))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_routing_and_grouping(monkeypatch, noise, count, has_images):
+    biases = torch.randn(2, 9, generator=noise)
+    w = MoeWeights(torch.randn(9, 32, generator=noise), biases[0], biases[1], None, None)
+    x = torch.randn(33, 32, generator=noise).bfloat16()
+    is_image = torch.arange(33) % 3 == 0 if has_images else None
+    ours, theirs = both(monkeypatch, lambda: route(x, w, is_image, count, 1.5, BF16))
+    assert torch.equal(ours.experts, theirs.experts)
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-5, atol=0)
+    for mine, other in zip(*both(monkeypatch, lambda: _group(ours, 9, torch.bfloat16)), strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_experts(monkeypatch, noise):
