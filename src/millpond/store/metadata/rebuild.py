@@ -153,13 +153,9 @@ class IndexRebuild:
             self._seen[key] = shards
             return
         self._seen.pop(key, None)
-        num_bytes = header.shape.k * header.payload_bytes
-        if self._router is None:
-            ready = [(header, num_bytes)]
-        else:
-            ready = [(known, num_bytes if charged else 0) for known, charged in self._router.add(header)]
-        for known, charged_bytes in ready:
-            self._take(known, charged_bytes)
+        ready = [(header, True)] if self._router is None else self._router.add(header)
+        for known, is_charged in ready:
+            self._take(known, known.shape.k * known.payload_bytes if is_charged else 0)
             self.num_taken += 1
 
 
