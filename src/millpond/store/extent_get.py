@@ -144,13 +144,21 @@ class ExtentGet:
     """See module. `run` is called once; `cancel` from any thread."""
 
     def __init__(
-        self, tools: ReadTools, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder
+        self,
+        tools: ReadTools,
+        hit: Hit,
+        sink: RowSink,
+        *,
+        deadline_ns: int,
+        order: RowOrder,
+        is_use: bool = True,
     ) -> None:
         self._tools = tools
         self._hit = hit
         self._sink = sink
         self._deadline_ns = deadline_ns
         self._order = order
+        self._is_use = is_use
         self._ends = [GetEnd.BEHIND] * len(hit.extents)
         self._limit = len(hit.extents)
         """Extents from here on are not wanted any more."""
@@ -243,7 +251,7 @@ class ExtentGet:
             num_columns=slot.hit.num_blocks,
             header_bytes=header_bytes,
             check_header=lambda header: check_identity(self._hit, slot.hit, slot.plan.shape, header),
-            chain=self._hit.chain,
+            chain=self._hit.chain if self._is_use else None,
             hit=slot.hit,
         )
         query = CodedRead(

@@ -80,10 +80,10 @@ class Healer:
             except IndexError:
                 break
             key = (order.digest, order.stripe.nonce, order.shard)
-            self._misses[key] += 1
-            orders[key] = order
+            orders[key] = order  # a read leaves one for each group of rows
         for key, order in orders.items():
             self.counts.orders += 1
+            self._misses[key] += 1
             if self._heal(order):
                 del self._misses[key]
         if len(self._misses) > _MAX_REMEMBERED:
@@ -138,7 +138,7 @@ def rewrite_extent(pool: Pool, chain: BlockChain, part: HitExtent, *, deadline_n
     layout = pool.layout
     sink = _ExtentSink(part, [np.empty(layout.block_bytes, np.uint8) for _ in range(part.num_blocks)])
     try:
-        result = pool.get(Hit(chain, part.end, (part,)), sink, deadline_ns=deadline_ns)
+        result = pool.get(Hit(chain, part.end, (part,)), sink, deadline_ns=deadline_ns, is_use=False)
         if result.ends != (GetEnd.WHOLE,) or not pool.forget(chain, part):
             return False
         cut = BlockChain(chain.tenant, chain.root, chain.digests[: part.end])

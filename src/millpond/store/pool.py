@@ -201,7 +201,13 @@ class Pool:
         return _hit(chain, answer)
 
     def get(
-        self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder = RowOrder.EXTENTS
+        self,
+        hit: Hit,
+        sink: RowSink,
+        *,
+        deadline_ns: int,
+        order: RowOrder = RowOrder.EXTENTS,
+        is_use: bool = True,
     ) -> GetResult:
         """Read a hit into a sink.
 
@@ -210,12 +216,13 @@ class Pool:
             sink: Takes the rows, in order, each verified.
             deadline_ns: When to stop, on the monotonic clock.
             order: What comes first.
+            is_use: False for upkeep: the records do not live longer by it, and nothing is to be healed.
 
         Returns:
             How many leading blocks of the chain were delivered whole, and why not more. What the pool has
             lost is forgotten by the metadata, so that the next match does not find it.
         """
-        result = self._make_get(hit, sink, deadline_ns, order).run()
+        result = self._make_get(hit, sink, deadline_ns, order, is_use=is_use).run()
         self._forget_gone(hit, result)
         return result
 
@@ -338,13 +345,15 @@ class Pool:
         for link in self._links.values():
             link.close()
 
-    def _make_get(self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder) -> ExtentGet:
+    def _make_get(
+        self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder, *, is_use: bool = True
+    ) -> ExtentGet:
         if not all(self._plans.knows(part.stripe) for part in hit.extents):
             self._refresh_quietly()
         tools = ReadTools(
             self._client, self._buffers, self._plans.plan_of, self._settings.pool.min_piece_kib * 1024
         )
-        return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order)
+        return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order, is_use=is_use)
 
     def _forget_gone(self, hit: Hit, result: GetResult) -> None:
         for index in result.gone:
@@ -381,6 +390,8 @@ class Pool:
 
     def _on_heal(self, read: StripeRead, shard: int, outcome: ShardOutcome) -> None:
         part = read.part
+        if part.chain is None:
+            return  # upkeep
         self.heals.append(
             HealOrder(
                 part.stripe,
