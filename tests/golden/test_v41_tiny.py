@@ -72,12 +72,18 @@ def check_prefill(case, images=None):
     clear = ~spread(unclear[-1], shape.window)[rows]
     check_close(out.hidden[rows][clear], g["prefill.final_hidden"][clear], STRICT, "final hidden")
     check_close(logits[rows][clear], g["prefill.logits"][clear], STRICT, "logits")
-    check_close(out.main_hidden[rows][clear], g["prefill.main_hidden"][clear], STRICT, "main hidden")
+    if "prefill.main_hidden" in g:  # not without draft stages
+        check_close(out.main_hidden[rows][clear], g["prefill.main_hidden"][clear], STRICT, "main hidden")
     pre = seen.values["pre_mix_out"][0][rows]
     check_close(pre[clear], g["prefill.pre_mix_out"][clear], STRICT, "pre mix")
     if not unclear[-1][-shape.window :].any():
         check_close(logits[-1], g["prefill.logits_last"], STRICT, "last logits")
-    return {n - 1: _draft(case, ctx, seen, n - 1)} if n - 1 in g["draft.position"].tolist() else {}
+    return {n - 1: _draft(case, ctx, seen, n - 1)} if n - 1 in _draft_positions(g) else {}
+
+
+def _draft_positions(golden):
+    """Positions after which the reference drafted; none without draft stages."""
+    return golden["draft.position"].tolist() if "draft.position" in golden else []
 
 
 def _check_streams(case, seen, unclear, rows):
@@ -126,29 +132,42 @@ def _check_lists(case, seen, unclear):
             check_close(ours[clear], g[name + "engram_gate"][clear], STRICT, name + "gate")
 
 
-def _check_caches(case, name, length, unclear):
+def _check_caches(case, name, length, unclear=None):
+    """Compare every cached row but those of tokens that an ambiguous choice has reached."""
     g, shape = case.golden, case.model.config.shape
-    if torch.stack(unclear).any():
-        return  # another tied choice shows in the bytes behind it
     if case.mode != "fp32":
-        _check_rows_alike(case, name, length)
+        if unclear is None or not torch.stack(unclear).any():
+            _check_rows_alike(case, name, length)
         return
     for layer in range(len(shape.layers) + shape.num_draft_stages):
-        golden = g[f"{name}.L{layer}.window_kv"]
-        check_close(case.ring_after(layer, length), golden, STRICT, f"{name} window {layer}")
+        clear = _clear_before(layer, length, unclear, shape)
+        last = torch.arange(max(0, length - shape.window), length)
+        slots = last[clear[last]] % shape.window
+        ours, golden = case.ring_after(layer, length), g[f"{name}.L{layer}.window_kv"]
+        check_close(ours[slots], golden[slots], STRICT, f"{name} window {layer}")
+        assert torch.equal(ours.any(-1), golden.any(-1))
     for layer in shape.kv_sources:
         main, keys = case.entries_after(layer.layer, length)
+        clear = _clear_before(layer.layer, length, unclear, shape)
+        whole = clear[: length // layer.ratio * layer.ratio].unflatten(0, (-1, layer.ratio)).all(1)
         prefix = f"{name}.L{layer.layer}."
         for kind, ours in (("compress_kv", main), ("index_k", keys)):
             if prefix + kind in g:
-                check_close(ours, g[prefix + kind], STRICT, prefix + kind)
+                check_close(ours[whole], g[prefix + kind][whole], STRICT, prefix + kind)
             elif prefix + kind + "_new" in g:
                 golden = g[prefix + kind + "_new"]
                 check_close(ours[len(ours) - len(golden) :], golden, STRICT, prefix + kind)
-        if length % layer.ratio:
+        if length % layer.ratio and clear[-1]:
             values, scores = case.held_after(layer.layer, length)
             check_close(values, g[prefix + "kv_state"], STRICT, prefix + "values held")
             check_close(scores, g[prefix + "score_state"], STRICT, prefix + "scores held")
+
+
+def _clear_before(layer, length, unclear, shape):
+    """Tokens that no ambiguous choice of an earlier layer has reached; `unclear` None for all."""
+    if unclear is None or layer == 0:
+        return torch.ones(length, dtype=torch.bool)
+    return ~spread(unclear[min(layer, len(shape.layers)) - 1], shape.window)
 
 
 def _check_rows_alike(case, name, length):
@@ -178,20 +197,21 @@ def check_decode(case, drafts):
         streams[step] = torch.stack([seen.get(x.layer, "x_out")[0] for x in shape.layers])
         for layer in shape.layers:
             _check_decode_lists(case, seen, layer, step)
-        if n + step in g["draft.position"].tolist():
+        if n + step in _draft_positions(g):
             drafts[n + step] = _draft(case, ctx, seen, n + step)
     tied = any(bool(g[f"decode.L{x.layer}.topk_tie"].any()) for x in shape.layers if x.owns_index)
     if tied:
         return
     check_close(torch.stack(logits), g["decode.logits"], STRICT, "decode logits")
-    check_close(torch.stack(main_hidden), g["decode.main_hidden"], STRICT, "decode main hidden")
+    if "decode.main_hidden" in g:
+        check_close(torch.stack(main_hidden), g["decode.main_hidden"], STRICT, "decode main hidden")
     check_equal(
         torch.stack(routed).sort(-1).values, g["decode.route_idx"].long().sort(-1).values, "decode experts"
     )
     kept = torch.stack([streams[step] for step in g["decode.x_out_steps"].tolist()])
     check_close(kept, g["decode.x_out"], STRICT, "decode streams")
     _check_drafts(case, drafts)
-    _check_caches(case, "decode_end.cache", n + NUM_DECODED, [torch.zeros(1, dtype=torch.bool)])
+    _check_caches(case, "decode_end.cache", n + NUM_DECODED)
 
 
 def _check_decode_lists(case, seen, layer, step):
@@ -216,7 +236,7 @@ def _draft(case, ctx, seen, position):
 def _check_drafts(case, drafts):
     g = case.golden
     limit = AFTER_FLIP if case.has_flipped_draft_rows else STRICT
-    for number, position in enumerate(g["draft.position"].tolist()):
+    for number, position in enumerate(_draft_positions(g)):
         guess, seen = drafts[position]
         output = torch.cat([as_int64(case.ids[position + 1 : position + 2]), guess.token_ids[0]])
         check_equal(output, g["draft.output_ids"][number].long(), "draft ids")
@@ -232,8 +252,8 @@ def _check_drafts(case, drafts):
 def test_greedy_continuation(folder, name):
     case = Case(folder, name)
     g = case.golden
-    assert g["greedy.top2_margin"].min() > 1e-4
-    golden = g["greedy.ids"].tolist()
+    num_clear = int((g["greedy.top2_margin"] > 1e-4).int().cumprod(0).sum())  # at a near tie either is right
+    golden = g["greedy.ids"][:num_clear].tolist()
     ids = as_int64(case.ids[: case.num_prompt]).int().tolist()
     for at, wanted in enumerate(golden):
         case.ids = as_int64(ids).int().numpy()
