@@ -124,6 +124,17 @@ def test_a_border_is_kept_if_the_drafts_that_lead_to_it_were_right(tokens, held)
     require_sound([scheduler])
 
 
+@pytest.mark.parametrize(("stop", "held"), [(7, 0), (8, 0), (9, 1)])
+def test_no_border_is_kept_that_lies_behind_the_end_of_the_text(stop, held):
+    scheduler = make_group(num_snapshots=2)
+    report(scheduler, decoding(scheduler, num_prompt=124, stop_token_ids=(stop,)), 6, drafts=(7, 8, 9))
+    plan = scheduler.next_plan(0)
+    assert [copy.position for copy in plan.ranks[0].keep] == [128]
+    report(scheduler, plan, 7, 8, 9, 1)
+    assert scheduler.snapshot_stats()[0].held == held
+    require_sound([scheduler])
+
+
 def test_drafts_take_no_block_that_is_not_free():
     scheduler = make_group(num_blocks=1)
     report(scheduler, decoding(scheduler, num_prompt=124), 6, drafts=(7, 8, 9))
