@@ -156,7 +156,7 @@ def test_windows():
 
     shape = replace(parse_config(tiny()).shape, window=5)
     ids = np.zeros(30, np.int32)
-    spans = (Span(ids, 0, 3, (1,), 0), Span(ids, 20, 29, (2,), 1, window_begin=18), Span(ids, 2, 3, (3,), 2))
+    spans = (Span(ids, 2, 3, (3,), 2), Span(ids, 0, 3, (1,), 0), Span(ids, 20, 29, (2,), 1, window_begin=18))
     rows = Rows(spans, shape, CPU)
     at = rows.window
     buffer = list(zip(at.read_slots.tolist(), at.read_rows.tolist(), strict=True))
