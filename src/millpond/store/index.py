@@ -11,6 +11,7 @@ index is a hint (design section 5): readers prove every block by the hashes in t
 from __future__ import annotations
 
 import mmap
+import struct
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from millpond.core.errors import InvariantBroken, OverloadError
 from millpond.core.extents import ExtentId, StripeId, TenantId
-from millpond.core.hashing import BLOCK_HASH_BYTES, DIGEST_BYTES
+from millpond.core.hashing import BLOCK_HASH_BYTES
 
 NUM_TABLES = 64
 MAX_EXTENTS = (1 << 25) - 1
@@ -36,6 +37,8 @@ _MAX_LOAD = 0.8
 _GROWTH = 1.125
 """Small steps keep the tables full: at most 11.3 bytes per block."""
 _RECORD_WORDS = 8
+_RECORD = struct.Struct("<32sQ4xI4xHH5xBH")
+"""Of `_pack`: digest, nonce, group, epoch, missing, blocks, flags."""
 _LIVE = 1
 _APPROXIMATE = 2
 
@@ -397,21 +400,10 @@ class BlockIndex:
 
     def location_fields(self, slots: npt.NDArray[np.int64]) -> list[tuple[Any, ...]]:
         """Of each slot, the first fields of a message `Location`, in order."""
-        records = self._records[slots]
-        digests = records[:, :4].tobytes()
+        rows = _RECORD.iter_unpack(self._records[slots].tobytes())
         return [
-            (
-                digests[at : at + DIGEST_BYTES],
-                rest >> 40 & 0xFF,
-                owner >> 32 & 0xFFFF,
-                place >> 32,
-                nonce,
-                owner >> 48,
-                rest >> 49 & 1,
-            )
-            for at, (nonce, place, owner, rest) in zip(
-                range(0, len(digests), DIGEST_BYTES), records[:, 4:].tolist(), strict=True
-            )
+            (digest, num_blocks, epoch, group, nonce, missing, flags >> 1 & 1)
+            for digest, nonce, group, epoch, missing, num_blocks, flags in rows
         ]
 
     def find(self, block_hash: bytes) -> int:

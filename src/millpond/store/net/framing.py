@@ -29,12 +29,14 @@ from millpond.core.errors import (
     Unauthorized,
     WireVersionMismatch,
 )
-from millpond.core.units import MIB, MILLISECOND_NS, SECOND_NS, ceil_div
+from millpond.core.units import KIB, MIB, MILLISECOND_NS, SECOND_NS, ceil_div
 from millpond.store.net.messages import KINDS, Failed, Hello, Message
 
 MAGIC = b"MPST"
 VERSION = 1
 HEAD = struct.Struct("<4sHHQII")
+AHEAD_BYTES = 12 * KIB
+"""Read at once when a frame begins: head, body and a short payload come with one system call."""
 MAX_VIEWS = 512
 """Buffers of one `sendmsg`; the kernel takes 1,024."""
 
@@ -78,6 +80,9 @@ class FrameSocket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._limits = limits
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._unread = self._ahead[:0]
+        """Of `_ahead`: what was read and not yet asked for."""
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable = select.poll()
@@ -168,15 +173,14 @@ class FrameSocket:
         Raises:
             TransferFailed: The peer closed or died.
         """
-        try:
-            received = self._socket.recv_into(view)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise _lost(error) from error
-        if not received:
-            raise TransferFailed("the peer closed the connection", code="store.peer_lost")
-        return received
+        if not self._unread and view.nbytes < AHEAD_BYTES:
+            self._unread = self._ahead[: self._receive_now(self._ahead)]
+        if self._unread:
+            num_bytes = min(view.nbytes, self._unread.nbytes)
+            view[:num_bytes] = self._unread[:num_bytes]
+            self._unread = self._unread[num_bytes:]
+            return num_bytes
+        return self._receive_now(view) if view.nbytes >= AHEAD_BYTES else 0
 
     def wait_readable(self, deadline_ns: int | None) -> None:
         """Wait until `receive_some` has something to give or to raise.
@@ -184,7 +188,8 @@ class FrameSocket:
         Raises:
             DeadlineExceeded: It has not.
         """
-        self._wait(self._readable, deadline_ns)
+        if not self._unread:
+            self._wait(self._readable, deadline_ns)
 
     def skip(self, num_bytes: int, deadline_ns: int | None) -> None:
         """Read and forget `num_bytes` of payload.
@@ -209,6 +214,17 @@ class FrameSocket:
         """Give the socket back, when no other thread is in a send or receive: its number may be reused."""
         self.shutdown()
         self._socket.close()
+
+    def _receive_now(self, view: memoryview) -> int:
+        try:
+            received = self._socket.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _lost(error) from error
+        if not received:
+            raise TransferFailed("the peer closed the connection", code="store.peer_lost")
+        return received
 
     def _send_views(self, views: list[memoryview], deadline_ns: int) -> None:
         first = 0
