@@ -134,6 +134,34 @@ def _restart(report: Report) -> None:
     report.add("restart_index_entries_per_s", restart_entries_per_s())
 
 
+def _index(report: Report) -> None:
+    from benchmarks.pool_metadata import measure_index
+
+    found = measure_index()
+    report.figures["index"] = asdict(found)
+    report.add("lpm512_us_p50", found.lpm512_us_p50)
+    report.add("index_bytes_per_block", found.bytes_per_block)
+
+
+def _match(report: Report) -> None:
+    from benchmarks.pool_metadata import measure_client
+
+    found = measure_client()
+    report.figures["match"] = asdict(found)
+    report.add("lpm512_rtts_p50", found.rtts)
+
+
+def _balance(report: Report) -> None:
+    from benchmarks.pool_metadata import TRACE, measure_balance
+
+    if not TRACE.is_file():
+        report.add("metadata_shard_max_over_mean", None, "no trace beside the repository")
+        return
+    found = measure_balance()
+    report.figures["metadata_balance"] = asdict(found)
+    report.add("metadata_shard_max_over_mean", found.worst, "worse of both workloads")
+
+
 def _mooncake(report: Report) -> None:
     from benchmarks.pool_mooncake import measure_mooncake
 
@@ -152,6 +180,9 @@ PARTS = (
         is_quick_timed=True,
     ),
     Part(_restart, ("restart_index_entries_per_s",), is_quick_timed=True),
+    Part(_match, ("lpm512_rtts_p50",), is_quick_timed=True),
+    Part(_index, ("lpm512_us_p50", "index_bytes_per_block")),
+    Part(_balance, ("metadata_shard_max_over_mean",), is_timed=False),
     Part(_hedge_virtual, ("hedge_p999_ratio_virtual", "hedge_extra_bytes"), is_timed=False),
     Part(_rebuild, ("rebuild_read_max_over_mean",), is_timed=False),
     Part(_disk, ("write_amplification", "put_vs_disk_write", "get_cold_vs_disk_read")),

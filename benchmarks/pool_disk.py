@@ -23,6 +23,7 @@ from benchmarks.pool_codec import FLASH
 from benchmarks.pool_nodes import NodeProcesses, NodeSpeed
 from benchmarks.pool_reads import ReadFigures, fill, make_chain, open_pool, read_all
 from millpond.control.extent_write import WriteEnd
+from millpond.core.extents import window_blocks
 from millpond.core.units import MIB, SECOND_NS
 from millpond.store.cells import Block
 from millpond.store.chain import BlockChain
@@ -70,7 +71,8 @@ def measure_disk(num_bytes: int, folder: Path | None = None) -> DiskFigures:
         writes = [raw_write(raw, num_bytes // 2)]
         chains, put = _put(data, core, num_bytes)
         writes.append(raw_write(raw, num_bytes // 2))
-        logical = sum(len(chain.digests) for chain in chains) * FLASH.block_bytes
+        num_blocks = sum(len(chain.digests) for chain in chains) + window_blocks(FLASH)  # and the warm-up
+        logical = num_blocks * FLASH.block_bytes
         drop_cache(data.rglob("*.seg"))
         reads = [raw_read(raw)]
         got = _get(data, core, chains)
