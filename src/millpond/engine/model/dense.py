@@ -73,16 +73,18 @@ def multiply_groups(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | 
     count, groups, width = rows.shape
     out_width = weight.shape[1]
     out = torch.empty(count, groups, out_width)
+    to, source, matrix = out.data_ptr(), rows.data_ptr(), weight.data_ptr()
+    matrix_bytes = weight.stride(0) * weight.element_size()
     for group in range(groups):
         kernels.mp_linear(
-            rows[:, group].data_ptr(),
+            source + group * width * rows.element_size(),
             groups * width,
-            weight[group].data_ptr(),
+            matrix + group * matrix_bytes,
             None,
             count,
             width,
             out_width,
-            out[:, group].data_ptr(),
+            to + group * out_width * out.element_size(),
             groups * out_width,
             0,
         )

@@ -242,12 +242,19 @@ static void decode_row(int format, const uint8_t *data, long width, float *out) 
         }
         return;
     }
-    long group = format == FP4_MAIN ? 16 : 32;
+    long group = format == FP4_MAIN ? 16 : 32, groups = width / group;
     const uint8_t *scales = data + width / 2;
-    for (long g = 0; g < width / group; g++, out += group, data += group / 2) {
-        uint8_t byte[LANES] = {scales[g]};
-        float scale = format == FP4_MAIN ? values_e4m3(byte)[0] : power_of(scales[g]);
-        for (long c = 0; c < group; c += LANES) store(out + c, values_e2m1(data + c / 2) * scale);
+    for (long g = 0; g < groups; g += LANES) {
+        long count = groups - g < LANES ? groups - g : LANES;
+        float scale[LANES] = {0};
+        if (format == FP4_MAIN) { /* eight scales cost as much as one */
+            uint8_t bytes[LANES] = {0};
+            for (long i = 0; i < count; i++) bytes[i] = scales[g + i];
+            store(scale, values_e4m3(bytes));
+        } else
+            for (long i = 0; i < count; i++) scale[i] = power_of(scales[g + i]);
+        for (long i = 0; i < count; i++, out += group, data += group / 2)
+            for (long c = 0; c < group; c += LANES) store(out + c, values_e2m1(data + c / 2) * scale[i]);
     }
 }
 
