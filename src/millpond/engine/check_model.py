@@ -10,7 +10,7 @@ from millpond.core.errors import ConfigError
 from millpond.core.shapes import KvFormat, kv_layout
 from millpond.engine.llama_tensors import check_llama_files
 from millpond.engine.memory import choose_max_model_len, llama_kv_layout, plan_memory
-from millpond.engine.model.check import check_v41_files
+from millpond.engine.model.check import check_kept_tokens, check_v41_files
 from millpond.engine.model.config import is_v41
 from millpond.engine.model_files import locate_model
 from millpond.engine.tokenizer_files import load_tokenizer
@@ -29,6 +29,7 @@ def check_model(params: EngineParams) -> None:
         v41 = check_v41_files(files)
         layout = kv_layout(v41.shape, KvFormat.FP32 if params.dtype == "fp32" else KvFormat.PACKED)
         limit = v41.max_positions
+        check_kept_tokens(params.num_kept_tokens, v41.shape)
     else:
         llama = check_llama_files(files)
         if params.weights != "unpacked":

@@ -19,6 +19,8 @@ MODEL_TYPE = "deepseek_v41"
 _GROUP = 32
 _MAX_COUNT = 65536
 """Of what is listed one by one: experts, layers of the vision tower."""
+_MAX_SINKHORN_ITERS = 1000
+"""Every token goes through so many rounds; the released model has 20."""
 _MAX_TURNS = 1e6
 """Of a rotation over the original positions; their logarithm is taken."""
 
@@ -157,7 +159,7 @@ def parse_config(values: Mapping[str, object], source: str = "config.json") -> V
         norm_eps=text.number("rms_norm_eps"),
         swiglu_limit=text.number("swiglu_limit"),
         routed_scale=text.number("routed_scaling_factor"),
-        hc_iters=text.integer("hc_sinkhorn_iters"),
+        hc_iters=text.integer("hc_sinkhorn_iters", maximum=_MAX_SINKHORN_ITERS),
         hc_eps=text.number("hc_eps"),
         engram=_engram(text, shape),
         draft_noise_token_id=text.token("dspark_noise_token_id", shape.vocab_size)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millpond.core.errors import ConfigError, InvariantBroken
+from millpond.core.errors import InvariantBroken
 from millpond.core.events import Drafts, RankReport, SampledToken
 from millpond.core.ids import BlockId, RequestId, SlotId
 from millpond.core.plan import DecodeRow, PrefillChunk, RankPlan, SequenceStart
@@ -18,6 +18,7 @@ from millpond.core.request import SamplingParams
 from millpond.core.units import BLOCK_TOKENS
 from millpond.engine.memory import MemoryPlan
 from millpond.engine.model.caches import Caches
+from millpond.engine.model.check import check_kept_tokens
 from millpond.engine.model.context import StepContext
 from millpond.engine.model.dspark import DraftHead
 from millpond.engine.model.model import V41Model
@@ -97,12 +98,7 @@ class V41Engine:
             ConfigError: Fewer tokens are kept than decoding looks back on.
         """
         shape = model.config.shape
-        if 0 < num_kept_tokens < shape.ring_rows:
-            raise ConfigError(
-                f"engine.num_kept_tokens = {num_kept_tokens}: decoding with drafts reaches back"
-                f" {shape.ring_rows} tokens; use that or more, or 0 for all",
-                param="engine.num_kept_tokens",
-            )
+        check_kept_tokens(num_kept_tokens, shape)
         self._model = model
         self._caches = Caches(shape, model.numerics, memory.num_blocks, memory.num_slots, model.device)
         self._draft = None if model.weights.draft is None else DraftHead(model, model.weights.draft)

@@ -128,6 +128,7 @@ TEXT = [
     ("rope_scaling", None, None),
     ("compress_rope_theta", 1, None),
     ("rms_norm_eps", True, None),
+    ("hc_sinkhorn_iters", 2**31 - 1, None),
 ]
 
 
