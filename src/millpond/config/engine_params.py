@@ -14,8 +14,9 @@ class EngineParams:
     dtype: str = "auto"
     """Type of weights and KV: `bf16`, `fp32`, or `auto` = bf16, which decodes fastest."""
     weights: str = "unpacked"
-    """`unpacked`: FP8 and FP4 weights of V4.1 become floats when they are loaded. `packed`: they stay mapped
-    as they are stored and become floats for each product, with equal results: slower, less memory.
+    """`unpacked`: FP8 and FP4 weights of V4.1 are laid out for fast products when they are loaded, most as
+    floats. `packed`: they stay mapped as they are stored and become floats for each product, with equal
+    results: slower, less memory.
     """
     numerics: str = "fast"
     """`fast`, or `exact`: a row's bits do not depend on batch, chunk borders or position in the batch."""
