@@ -15,34 +15,24 @@ import struct
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from millpond.core.errors import InvariantBroken, OverloadError
 from millpond.core.extents import ExtentId, StripeId, TenantId
 from millpond.core.hashing import BLOCK_HASH_BYTES
+from millpond.store import index_kernels as kernels
+from millpond.store.index_kernels import LIVE, LOW32, Words
 
 NUM_TABLES = 64
 MAX_EXTENTS = (1 << 25) - 1
 """Extents of one index: an entry names its extent with 25 bits."""
-_HASH_BITS = np.uint64(39)
-_HASH_MASK = np.uint64((1 << 39) - 1)
-_TABLE_SHIFT = np.uint64(58)
-_HOME_SHIFT = np.uint64(7)
-_LOW32 = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
 _FIRST_CAPACITY = 1024
-_MAX_LOAD = 0.8
-_GROWTH = 1.125
-"""Small steps keep the tables full: at most 11.3 bytes per block."""
 _RECORD_WORDS = 8
 _RECORD = struct.Struct("<32sQ4xI4xHH5xBH")
 """Of `_pack`: digest, nonce, group, epoch, missing, blocks, flags."""
-_LIVE = 1
 _APPROXIMATE = 2
 
-_Words = npt.NDArray[np.uint64]
 _T = TypeVar("_T", bound=np.generic)
 
 
@@ -71,221 +61,6 @@ class Insertion:
 
     slot: int
     superseded: tuple[ExtentEntry, ...]
-
-
-@numba.njit(cache=True, inline="always")
-def _home(bits: np.uint64, capacity: np.int64) -> np.int64:
-    return np.int64((((bits >> _HOME_SHIFT) & _LOW32) * np.uint64(capacity)) >> _32)
-
-
-@numba.njit(cache=True)
-def _find(tables: _Words, capacity: npt.NDArray[np.int64], low: np.uint64, high: np.uint64) -> np.int64:
-    """Slot of the extent that holds a block, or -1."""
-    table = np.int64(low >> _TABLE_SHIFT)
-    size = capacity[table]
-    bits = high & _HASH_MASK
-    at = _home(bits, size)
-    while True:
-        entry = tables[table, at]
-        if entry == 0:
-            return np.int64(-1)
-        if entry & _HASH_MASK == bits:
-            return np.int64(entry >> _HASH_BITS) - 1
-        at = np.int64(at + 1 if at + 1 < size else 0)
-
-
-@numba.njit(cache=True)
-def _place(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, entry: np.uint64) -> None:
-    size = capacity[table]
-    at = _home(entry & _HASH_MASK, size)
-    while tables[table, at] != 0:
-        at = np.int64(at + 1 if at + 1 < size else 0)
-    tables[table, at] = entry
-
-
-@numba.njit(cache=True)
-def _grow(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, new_capacity: np.int64) -> None:
-    old = tables[table, : capacity[table]].copy()
-    tables[table, : capacity[table]] = 0
-    capacity[table] = new_capacity
-    for entry in old:
-        if entry != 0:
-            _place(tables, capacity, table, entry)
-
-
-@numba.njit(cache=True)
-def _make_room(
-    tables: _Words, capacity: npt.NDArray[np.int64], used: npt.NDArray[np.int64], hashes: _Words
-) -> bool:
-    """Grow the tables that an insert of these blocks could overfill; False if one is at its bound."""
-    bound = np.int64(tables.shape[1])
-    for index in range(hashes.shape[0]):
-        table = np.int64(hashes[index, 0] >> _TABLE_SHIFT)
-        while used[table] + hashes.shape[0] > capacity[table] * _MAX_LOAD:
-            wanted = min(np.int64(capacity[table] * _GROWTH) + 1, bound)
-            if wanted == capacity[table]:
-                return False
-            _grow(tables, capacity, table, wanted)
-    return True
-
-
-@numba.njit(cache=True)
-def _remove(tables: _Words, capacity: npt.NDArray[np.int64], table: np.int64, hole: np.int64) -> None:
-    """Empty one place and close the gap, so that no probe stops too early."""
-    size = capacity[table]
-    at = hole
-    while True:
-        at = np.int64(at + 1 if at + 1 < size else 0)
-        entry = tables[table, at]
-        if entry == 0:
-            break
-        home = _home(entry & _HASH_MASK, size)
-        distance = at - home if at >= home else at - home + size
-        gap = at - hole if at >= hole else at - hole + size
-        if distance >= gap:
-            tables[table, hole] = entry
-            hole = at
-    tables[table, hole] = 0
-
-
-@numba.njit(cache=True)
-def _assign(
-    tables: _Words,
-    capacity: npt.NDArray[np.int64],
-    used: npt.NDArray[np.int64],
-    records: _Words,
-    covered: npt.NDArray[np.uint8],
-    hashes: _Words,
-    slot: np.int64,
-    superseded: npt.NDArray[np.int64],
-) -> tuple[np.int64, np.int64]:
-    """Point the blocks of extent `slot` at it, except where a longer extent holds them already.
-
-    Returns how many blocks point at it now (`covered` counts them per extent), and how many extents lost
-    their last block by it: their slots are written to `superseded`.
-    """
-    num_superseded = np.int64(0)
-    num_blocks = np.int64(hashes.shape[0])
-    taken = np.int64(0)
-    for index in range(num_blocks):
-        low, high = hashes[index, 0], hashes[index, 1]
-        table = np.int64(low >> _TABLE_SHIFT)
-        size = capacity[table]
-        bits = high & _HASH_MASK
-        at = _home(bits, size)
-        while tables[table, at] != 0 and tables[table, at] & _HASH_MASK != bits:
-            at = np.int64(at + 1 if at + 1 < size else 0)
-        entry = tables[table, at]
-        if entry == 0:
-            used[table] += 1
-        else:
-            other = np.int64(entry >> _HASH_BITS) - 1
-            if np.int64(records[other, 7] >> np.uint64(40)) & 0xFF >= num_blocks and covered[other] > 0:
-                continue
-            if covered[other] > 0:
-                covered[other] -= 1
-                if covered[other] == 0:
-                    superseded[num_superseded] = other
-                    num_superseded += 1
-        tables[table, at] = (np.uint64(slot + 1) << _HASH_BITS) | bits
-        covered[slot] += 1
-        taken += 1
-    return taken, num_superseded
-
-
-@numba.njit(cache=True)
-def _reach(
-    tables: _Words,
-    capacity: npt.NDArray[np.int64],
-    records: _Words,
-    hashes: _Words,
-    slot: np.int64,
-    position: np.int64,
-    end: np.int64,
-) -> np.int64:
-    """How far extent `slot`, which holds block `position` and ends before block `end`, holds the chain."""
-    reach = min(end, np.int64(hashes.shape[0] // 2))
-    if reach == end:
-        whole = records[slot, 0] == hashes[2 * end - 2] and records[slot, 1] == hashes[2 * end - 1]
-    else:
-        whole = _find(tables, capacity, hashes[2 * reach - 2], hashes[2 * reach - 1]) == slot
-    if whole:
-        return reach
-    # The chain leaves this extent half way (or only shares the 45 bits): go on block by block.
-    at = position + 1
-    while at < reach - 1 and _find(tables, capacity, hashes[2 * at], hashes[2 * at + 1]) == slot:
-        at += 1
-    return at
-
-
-@numba.njit(cache=True)
-def _match(
-    tables: _Words,
-    capacity: npt.NDArray[np.int64],
-    records: _Words,
-    hashes: _Words,
-    window: int,
-    hour: int,
-    found: npt.NDArray[np.int64],
-) -> tuple[np.int64, np.int64]:
-    """Longest prefix. `found[i]` = (slot, first block) of each extent, in order of the chain."""
-    num_blocks = np.int64(hashes.shape[0] // 2)
-    # Most chains are full windows: ask for all their last blocks first, so that the misses overlap.
-    num_windows = (num_blocks + window - 1) // window
-    for index in range(num_windows):
-        last = min((index + 1) * window, num_blocks) - 1
-        found[num_blocks + index, 0] = _find(tables, capacity, hashes[2 * last], hashes[2 * last + 1])
-    position = np.int64(0)
-    count = np.int64(0)
-    while position < num_blocks:
-        index = position // window
-        slot = found[num_blocks + index, 0]
-        begin, end = np.int64(-1), np.int64(-1)
-        if slot >= 0:
-            begin = np.int64(records[slot, 5] & _LOW32)
-            end = begin + (np.int64(records[slot, 7] >> np.uint64(40)) & 0xFF)
-        if not begin <= position < end:
-            slot = _find(tables, capacity, hashes[2 * position], hashes[2 * position + 1])
-            if slot < 0:
-                break
-            begin = np.int64(records[slot, 5] & _LOW32)
-            end = begin + (np.int64(records[slot, 7] >> np.uint64(40)) & 0xFF)
-            if not begin <= position < end:
-                break
-        word = records[slot, 7]
-        if (word >> np.uint64(48)) & np.uint64(_LIVE) == 0:
-            break
-        reach = _reach(tables, capacity, records, hashes, slot, position, end)
-        found[count, 0] = slot
-        found[count, 1] = begin
-        count += 1
-        records[slot, 7] = (word & ~np.uint64(0xFFFF)) | np.uint64(hour)
-        position = reach
-    return position, count
-
-
-@numba.njit(cache=True)
-def _sweep(
-    tables: _Words,
-    capacity: npt.NDArray[np.int64],
-    used: npt.NDArray[np.int64],
-    records: _Words,
-    table: np.int64,
-) -> np.int64:
-    """Take the entries of dead extents out of one table; returns how many."""
-    removed = np.int64(0)
-    at = np.int64(0)
-    while at < capacity[table]:
-        entry = tables[table, at]
-        if entry != 0:
-            slot = np.int64(entry >> _HASH_BITS) - 1
-            if (records[slot, 7] >> np.uint64(48)) & np.uint64(_LIVE) == 0:
-                _remove(tables, capacity, table, at)
-                removed += 1
-                continue
-        at += 1
-    used[table] -= removed
-    return removed
 
 
 class BlockIndex:
@@ -338,7 +113,7 @@ class BlockIndex:
         chain = np.frombuffer(hashes, np.uint64)
         if len(self._found) < len(chain):
             self._found = np.zeros((len(chain), 2), np.int64)
-        num_blocks, count = _match(
+        num_blocks, count = kernels.match(
             self._tables, self._capacity, self._records, chain, window, hour, self._found
         )
         return int(num_blocks), self._found[:count]
@@ -363,7 +138,7 @@ class BlockIndex:
             raise InvariantBroken(
                 f"{len(chain)} block hashes do not end in the digest of {num_blocks} blocks"
             )
-        if not _make_room(self._tables, self._capacity, self._used, chain):
+        if not kernels.make_room(self._tables, self._capacity, self._used, chain):
             raise OverloadError(
                 f"the block index is full: {self.num_blocks} blocks; start more metadata shards",
                 code="pool.index_full",
@@ -373,7 +148,7 @@ class BlockIndex:
         _pack(entry, self._records[slot])
         self._covered[slot] = 0
         lost = np.zeros(num_blocks, np.int64)
-        taken, num_lost = _assign(
+        taken, num_lost = kernels.assign(
             self._tables,
             self._capacity,
             self._used,
@@ -409,14 +184,14 @@ class BlockIndex:
     def find(self, block_hash: bytes) -> int:
         """Slot of the live extent that holds a block, or -1."""
         low, high = np.frombuffer(block_hash, np.uint64)
-        slot = int(_find(self._tables, self._capacity, low, high))
+        slot = int(kernels.find(self._tables, self._capacity, low, high))
         return slot if slot >= 0 and self._is_live(slot) else -1
 
     def remove(self, slot: int) -> None:
         """Forget an extent. No `match` returns it any more; `sweep` gives its memory back."""
         if not self._is_live(slot):
             return
-        self._records[slot, 7] &= ~np.uint64(_LIVE << 48)
+        self._records[slot, 7] &= ~np.uint64(LIVE << 48)
         self._covered[slot] = 0
         self._dead.append(slot)
         self.num_extents -= 1
@@ -435,7 +210,9 @@ class BlockIndex:
         removed = 0
         end = min(self._swept + num_tables, NUM_TABLES)
         for table in range(self._swept, end):
-            removed += int(_sweep(self._tables, self._capacity, self._used, self._records, np.int64(table)))
+            removed += int(
+                kernels.sweep(self._tables, self._capacity, self._used, self._records, np.int64(table))
+            )
         self._swept = end % NUM_TABLES
         if not self._swept:
             self._free += self._sweeping
@@ -450,7 +227,7 @@ class BlockIndex:
 
     def slots_of(self, tenant: TenantId) -> npt.NDArray[np.int64]:
         """Slots of the live extents that a tenant is charged for."""
-        tenants = self._records[: self._num_slots, 6] & _LOW32
+        tenants = self._records[: self._num_slots, 6] & LOW32
         return np.flatnonzero(self._live_mask() & (tenants == np.uint64(tenant)))
 
     def slots(self) -> npt.NDArray[np.int64]:
@@ -497,10 +274,10 @@ class BlockIndex:
         return index
 
     def _live_mask(self) -> npt.NDArray[np.bool_]:
-        return (self._records[: self._num_slots, 7] >> np.uint64(48)) & np.uint64(_LIVE) != 0
+        return (self._records[: self._num_slots, 7] >> np.uint64(48)) & np.uint64(LIVE) != 0
 
     def _is_live(self, slot: int) -> bool:
-        return bool(int(self._records[slot, 7]) >> 48 & _LIVE)
+        return bool(int(self._records[slot, 7]) >> 48 & LIVE)
 
     def _take_slot(self) -> int:
         if not self._free and self._num_slots == self._max_extents:
@@ -537,8 +314,8 @@ def _reserve(shape: tuple[int, ...], dtype: type[_T]) -> npt.NDArray[_T]:
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-def _pack(entry: ExtentEntry, words: _Words) -> None:
-    flags = _LIVE | (_APPROXIMATE if entry.approximate else 0)
+def _pack(entry: ExtentEntry, words: Words) -> None:
+    flags = LIVE | (_APPROXIMATE if entry.approximate else 0)
     words[:4] = np.frombuffer(entry.extent.digest, np.uint64)
     words[4] = entry.stripe.nonce
     words[5] = entry.first_block | entry.stripe.group << 32
@@ -548,7 +325,7 @@ def _pack(entry: ExtentEntry, words: _Words) -> None:
     )
 
 
-def _unpack(words: _Words) -> ExtentEntry:
+def _unpack(words: Words) -> ExtentEntry:
     nonce, place, owner, rest = (int(word) for word in words[4:])
     return ExtentEntry(
         extent=ExtentId(words[:4].tobytes(), rest >> 40 & 0xFF),
