@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from millpond.control.extent_read import (
     CancelShards,
@@ -35,12 +36,14 @@ from millpond.core.extents import ExtentId, NodeId, StripeId
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.policies.receive_window import ReceiveWindowParams
 from millpond.policies.shard_pick import ShardPickParams
-from millpond.store.chain import BlockChain, HitExtent
 from millpond.store.net.connection import Call
 from millpond.store.net.messages import Message, NodeStatus, NodeStatusQuery, ReadShard, ShardData
 from millpond.store.net.node_link import NodePort
 from millpond.store.record import RecordHeader, parse_header
 from millpond.store.stripe_buffer import StripeBuffer
+
+if TYPE_CHECKING:
+    from millpond.store.chain import BlockChain, HitExtent
 
 SEND_MS = 100
 """A request of a few bytes that the kernel does not take for so long meets a node that has stopped."""
