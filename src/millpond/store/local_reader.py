@@ -3,6 +3,7 @@
 Only for a node on the same host. It keeps an index of its own, from the footers and headers on disk, and
 looks for newer records when it is asked for one it does not know. Everything is checked as the node checks
 it: the generation table says that a segment is live before and after the read, the header says what it is.
+Who must not wait for a drive gets what is known and in memory, while another thread may hang in the drive.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millpond.core.errors import DataError, ExtentAbsent, NodeRefused
-from millpond.store.files import DiskFiles
+from millpond.store.files import CachedFiles, DiskFiles, Files
 from millpond.store.generations import TABLE_NAME, is_live_entry
 from millpond.store.live_segment import pack_location, unpack_location
 from millpond.store.record import RecordHeader, parse_header
@@ -49,12 +50,15 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self._files = DiskFiles(path, create=False)
+        self._cached = CachedFiles(path, create=False)
+        self._counting = threading.Lock()
+        """Of readers; never held while a drive is read."""
         self._table = self._files.open(TABLE_NAME)
         self._segments: dict[int, _Segment] = {}
         self._index: dict[int, int] = {}
 
-    def read_into(self, file: int, offset: int, view: memoryview) -> int:
-        return self._files.read_into(file, offset, view)
+    def files(self, waits: bool) -> Files:
+        return self._files if waits else self._cached
 
     def find(self, key: ShardKey) -> tuple[_Segment, int] | None:
         """Segment and offset, from memory."""
@@ -65,11 +69,13 @@ class _Folder:
         segment = self._segments.get(generation)
         return None if segment is None else (segment, page * PAGE_BYTES)
 
-    def is_live(self, segment: _Segment) -> bool:
-        return is_live_entry(self._files, self._table, segment.identity.slot, segment.identity.generation)
+    def is_live(self, segment: _Segment, files: Files) -> bool:
+        return is_live_entry(files, self._table, segment.identity.slot, segment.identity.generation)
 
-    def read_header(self, segment: _Segment, offset: int, key: ShardKey) -> tuple[bytes, RecordHeader]:
-        packed, dropped = read_packed_header(self._files, segment.file, offset)
+    def read_header(
+        self, segment: _Segment, offset: int, key: ShardKey, files: Files
+    ) -> tuple[bytes, RecordHeader]:
+        packed, dropped = read_packed_header(files, segment.file, offset)
         header = parse_header(packed)
         if dropped or key_of(header) != key or header.generation != segment.identity.generation:
             raise ExtentAbsent("no such shard", code="store.absent")
@@ -81,7 +87,7 @@ class _Folder:
         gone = [segment for segment in self._segments.values() if segment.identity.name not in names]
         for segment in gone:
             del self._segments[segment.identity.generation]
-            self.release(segment, gone=True)
+            self._forget(segment)
         if gone:
             self._index = {
                 fingerprint: location
@@ -97,18 +103,32 @@ class _Folder:
             if not segment.sealed:
                 self._catch_up(segment)
 
-    def release(self, segment: _Segment, *, gone: bool = False) -> None:
-        segment.is_gone |= gone
-        if segment.is_gone and not segment.num_readers and segment.file >= 0:
-            self._files.close(segment.file)
-            segment.file = -1
+    def hold(self, segment: _Segment) -> None:
+        with self._counting:
+            segment.num_readers += 1
+
+    def release(self, segment: _Segment) -> None:
+        with self._counting:
+            segment.num_readers -= 1
+            self._close_unused(segment)
 
     def close(self) -> None:
         for segment in self._segments.values():
-            self.release(segment, gone=True)
+            self._forget(segment)
         self._segments.clear()
         self._files.close(self._table)
         self._files.close_folder()
+        self._cached.close_folder()
+
+    def _forget(self, segment: _Segment) -> None:
+        with self._counting:
+            segment.is_gone = True
+            self._close_unused(segment)
+
+    def _close_unused(self, segment: _Segment) -> None:
+        if segment.is_gone and not segment.num_readers and segment.file >= 0:
+            self._files.close(segment.file)
+            segment.file = -1
 
     def _opened(self, name: str) -> _Segment | None:
         try:
@@ -148,7 +168,13 @@ class LocalRecord:
     """A record that was found and proved itself, inside a `with` of `LocalNodeReader.open_record`."""
 
     def __init__(
-        self, folder: _Folder, segment: _Segment, offset: int, packed: bytes, header: RecordHeader
+        self,
+        folder: _Folder,
+        segment: _Segment,
+        offset: int,
+        packed: bytes,
+        header: RecordHeader,
+        files: Files,
     ) -> None:
         self.packed_header = packed
         self.header = header
@@ -156,10 +182,10 @@ class LocalRecord:
         self._folder = folder
         self._segment = segment
         self._payload_offset = offset + header.header_bytes
+        self._files = files
 
     def release(self) -> None:
-        """Let the file be closed. For `LocalNodeReader`, under its lock."""
-        self._segment.num_readers -= 1
+        """Let the file be closed. For `LocalNodeReader`."""
         self._folder.release(self._segment)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], view: memoryview) -> None:
@@ -168,19 +194,20 @@ class LocalRecord:
         Raises:
             ExtentAbsent: The segment went away meanwhile; what is in `view` is worth nothing.
             NodeRefused: The drive cannot read them.
+            BlockingIOError: Only for who does not wait: the drive is needed.
         """
         done = 0
         try:
             for offset, num_bytes in ranges:
                 part = view[done : done + num_bytes]
-                if (
-                    self._folder.read_into(self._segment.file, self._payload_offset + offset, part)
-                    < num_bytes
-                ):
+                got = self._files.read_into(self._segment.file, self._payload_offset + offset, part)
+                if got < num_bytes:
                     raise NodeRefused("the record is cut off", code="store.io")
                 done += num_bytes
-            if not self._folder.is_live(self._segment):
+            if not self._folder.is_live(self._segment, self._files):
                 raise ExtentAbsent("its segment is gone", code="store.absent")
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise NodeRefused(f"cannot read: {error.strerror}", code="store.io") from error
 
@@ -211,19 +238,23 @@ class LocalNodeReader:
             raise NodeRefused(f"no storage target in {path}", code="store.io")
 
     @contextmanager
-    def open_record(self, key: ShardKey) -> Iterator[LocalRecord]:
+    def open_record(self, key: ShardKey, *, waits: bool = True) -> Iterator[LocalRecord]:
         """Find a record and verify its header.
+
+        Args:
+            key: Of the shard.
+            waits: Whether this and the record's reads may wait for a drive.
 
         Raises:
             ExtentAbsent: Not on this node, dropped or damaged.
             NodeRefused: The drive cannot read it.
+            BlockingIOError: Only without `waits`: the drive is needed.
         """
-        record = self._open(key)
+        record = self._open(key) if waits else self._open_cached(key)
         try:
             yield record
         finally:
-            with self._lock:
-                record.release()
+            record.release()
 
     def close(self) -> None:
         """Close all files; records that are open stay so."""
@@ -239,23 +270,38 @@ class LocalNodeReader:
                     for folder in self._folders:
                         if refreshed:
                             folder.refresh()
-                        record = self._known(folder, key)
+                        record = self._known(folder, key, waits=True)
                         if record is not None:
                             return record
             except OSError as error:
                 raise NodeRefused(f"cannot read: {error.strerror}", code="store.io") from error
         raise ExtentAbsent("no such shard", code="store.absent")
 
-    def _known(self, folder: _Folder, key: ShardKey) -> LocalRecord | None:
+    def _open_cached(self, key: ShardKey) -> LocalRecord:
+        if not self._lock.acquire(blocking=False):
+            raise BlockingIOError("another thread may be waiting for the drive")
+        try:
+            for folder in self._folders:
+                record = self._known(folder, key, waits=False)
+                if record is not None:
+                    return record
+        except OSError as error:
+            raise BlockingIOError(f"whoever may wait has to see to it: {error}") from error
+        finally:
+            self._lock.release()
+        raise BlockingIOError("only the drive knows whether there is such a shard")
+
+    def _known(self, folder: _Folder, key: ShardKey, *, waits: bool) -> LocalRecord | None:
         found = folder.find(key)
         if found is None:
             return None
         segment, offset = found
+        files = folder.files(waits)
         try:
-            packed, header = folder.read_header(segment, offset, key)
+            packed, header = folder.read_header(segment, offset, key, files)
         except (DataError, ExtentAbsent):
             return None
-        if not folder.is_live(segment):
+        if not folder.is_live(segment, files):
             return None
-        segment.num_readers += 1
-        return LocalRecord(folder, segment, offset, packed, header)
+        folder.hold(segment)
+        return LocalRecord(folder, segment, offset, packed, header, files)

@@ -37,7 +37,7 @@ from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder,
 from millpond.store.extent_put import ExtentPuts, PutRequest, PutResult, WriteTools
 from millpond.store.extent_verify import verify_extent
 from millpond.store.net.client import ShardClient, StripeRead
-from millpond.store.net.local_link import LocalLink
+from millpond.store.net.local_link import CachedReads, LocalLink
 from millpond.store.net.messages import (
     Done,
     Evict,
@@ -48,7 +48,7 @@ from millpond.store.net.messages import (
     Touch,
     Unpin,
 )
-from millpond.store.net.node_link import NodeLink, NodeLinkParams, NodePort
+from millpond.store.net.node_link import NodeLink, NodePort
 from millpond.store.payload import payload_shape
 from millpond.store.pool_settings import PoolSettings
 from millpond.store.ports import MetadataPort
@@ -133,7 +133,7 @@ class Pool:
         self._layout = layout
         self._metadata = metadata
         self._settings = settings = settings or PoolSettings()
-        self._open_node = open_node or (lambda info: _open_node(info, name, token, settings.link))
+        self._open_node = open_node or (lambda info: self._open_link(info, name, token))
         self._clock = clock or SystemClock()
         self._nonce_base = secrets.randbits(32) << 32
         self._plans = self._fetch_plans()
@@ -146,6 +146,7 @@ class Pool:
         """Blocks of a full extent."""
         largest = payload_shape(self._plans.largest_shape(self.window))
         self._buffers = BufferPool(settings.pool.num_buffers, stripe_bytes(largest))
+        self._cached_reads = CachedReads()
         self._connect(time.monotonic_ns() + int(settings.pool.open_s * SECOND_NS))
         self._client = ShardClient(self._links, settings.pick, settings.window, self._on_heal)
         self._senders = ThreadPoolExecutor(settings.pool.num_senders, "send shard")
@@ -342,6 +343,7 @@ class Pool:
         self._client.close()
         self._prefetches.shutdown(wait=True, cancel_futures=True)
         self._senders.shutdown(wait=True, cancel_futures=False)
+        self._cached_reads.close()
         for link in self._links.values():
             link.close()
 
@@ -382,6 +384,11 @@ class Pool:
         for link in dialled:
             link.wait_up(deadline_ns=deadline_ns)
 
+    def _open_link(self, info: StorageNodeInfo, name: str, token: str) -> NodePort:
+        """A node on this host is read from its folders, any other over its connection."""
+        link = NodeLink(info, name=name, token=token, params=self._settings.link)
+        return LocalLink(link, self._cached_reads) if info.path else link
+
     def _refresh_quietly(self) -> None:
         try:
             self.refresh_map()
@@ -419,9 +426,3 @@ def _hit(chain: BlockChain, matched: Matched) -> Hit:
         parts.append(HitExtent(location, begin, end - begin))
         covered = end
     return Hit(chain, covered, tuple(parts))
-
-
-def _open_node(info: StorageNodeInfo, name: str, token: str, params: NodeLinkParams) -> NodePort:
-    """A node on this host is read from its folders, any other over its connection."""
-    link = NodeLink(info, name=name, token=token, params=params)
-    return LocalLink(link) if info.path else link

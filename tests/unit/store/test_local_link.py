@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from benchmarks.pool_nodes import SlowFiles
 from millpond.core.errors import ConfigError, DeadlineExceeded, ExtentAbsent
 from millpond.core.extents import NodeId
 from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
+from millpond.core.units import SECOND_NS
 from millpond.store.clock import SystemClock
 from millpond.store.extent_get import GetEnd
+from millpond.store.files import CachedFiles
 from millpond.store.local_metadata import LocalMetadata
 from millpond.store.metadata.core import MetadataCore
-from millpond.store.net.local_link import LocalLink
+from millpond.store.net.local_link import CachedReads, LocalLink
 from millpond.store.net.messages import ReadShard
 from millpond.store.net.node_link import NodeLink, NodeLinkParams
 from millpond.store.net.peer import ServerParams
@@ -123,10 +126,17 @@ class Silent:
         assert num_blocks == 0
 
 
-def link_to(servers: dict[NodeId, NodeServer], tmp_path: Path) -> LocalLink:
+@contextmanager
+def link_to(servers: dict[NodeId, NodeServer], tmp_path: Path) -> Iterator[LocalLink]:
     server = servers[NodeId("s0")]
     info = StorageNodeInfo(NodeId("s0"), server.address, path=str(tmp_path / "s0"))
-    return LocalLink(NodeLink(info, name="test", token="t", params=NodeLinkParams()))
+    cached = CachedReads()
+    link = LocalLink(NodeLink(info, name="test", token="t", params=NodeLinkParams()), cached)
+    try:
+        yield link
+    finally:
+        cached.close()
+        link.close()
 
 
 def test_a_read_that_was_given_up_is_never_written(servers: dict[NodeId, NodeServer], tmp_path: Path):
@@ -137,8 +147,7 @@ def test_a_read_that_was_given_up_is_never_written(servers: dict[NodeId, NodeSer
         made.put(chain)
         location = made.pool.match(chain).extents[0].location
         epoch_nodes = [f"s{(location.group + shard) % 6}" for shard in range(6)]
-    link = link_to(servers, tmp_path)
-    try:
+    with link_to(servers, tmp_path) as link:
         query = ReadShard(location.digest, 8, epoch_nodes.index("s0"), location.nonce, 0, 4, 8)
         place = np.full(1 << 20, 7, np.uint8)
         entered, go_on = threading.Event(), threading.Event()
@@ -159,8 +168,6 @@ def test_a_read_that_was_given_up_is_never_written(servers: dict[NodeId, NodeSer
         with pytest.raises(ExtentAbsent):
             second.result()
         assert (place == 7).all()
-    finally:
-        link.close()
 
 
 def replace_shard(query: ReadShard) -> ReadShard:
@@ -170,9 +177,9 @@ def replace_shard(query: ReadShard) -> ReadShard:
 def test_a_cancel_does_not_wait_for_the_drive(
     servers: dict[NodeId, NodeServer], tmp_path: Path, wait_until: Callable[..., None]
 ):
-    link = link_to(servers, tmp_path)
-    try:
-        blocked = threading.Event()
+    blocked = threading.Event()
+    with link_to(servers, tmp_path) as link, ExitStack() as stack:
+        stack.callback(blocked.set)
         query = ReadShard(bytes(32), 8, 0, 1, 0, 4, 8)
         first = link.start(query, deadline_ns=soon(), on_done=lambda _: blocked.wait(10))
         waiting = [link.start(query, deadline_ns=soon()) for _ in range(3)]
@@ -183,9 +190,55 @@ def test_a_cancel_does_not_wait_for_the_drive(
         assert all(call.done for call in waiting)
         blocked.set()
         wait_until(lambda: first.done, "the reader goes on")
+
+
+def test_what_is_in_memory_does_not_wait_for_a_drive_that_hangs(
+    servers: dict[NodeId, NodeServer], tmp_path: Path
+):
+    made = make_pool(servers, tmp_path, MetadataCore())
+    with made.pool:
+        made.put(chain_of(8))
+        location = made.pool.match(chain_of(8)).extents[0].location
+        shard = next(shard for shard in range(6) if (location.group + shard) % 6 == 0)
+    query = ReadShard(location.digest, 8, shard, location.nonce, 0, 4, 8)
+    place = np.zeros(1 << 20, np.uint8)
+
+    def landing(message: object, num_bytes: int) -> list[memoryview]:
+        return [memoryview(place)[:4096], memoryview(place)[4096:num_bytes]]
+
+    hangs = threading.Event()
+    with link_to(servers, tmp_path) as link, ExitStack() as stack:
+        known = link.start(query, deadline_ns=soon(), landing=landing)
+        assert known.wait(soon())
+        wanted = known.result(), place.copy()
+        if not is_cached_told(tmp_path / "s0"):
+            pytest.skip("this file system cannot tell what is in memory")
+        stack.callback(hangs.set)
+        entered = threading.Event()
+
+        def hang(call: object) -> None:
+            entered.set()
+            hangs.wait(10)
+
+        link.start(replace_shard(query), deadline_ns=soon(), landing=landing, on_done=hang)
+        assert entered.wait(10)
+        place[:] = 0
+        second = link.start(query, deadline_ns=soon(), landing=landing)
+        assert second.wait(time.monotonic_ns() + 5 * SECOND_NS)
+        assert second.result() == wanted[0]
+        assert (place == wanted[1]).all()
+
+
+def is_cached_told(folder: Path) -> bool:
+    files = CachedFiles(folder, create=False)
+    file = files.open("generations")
+    try:
+        return files.read_into(file, 0, memoryview(bytearray(8))) == 8
+    except BlockingIOError:
+        return False
     finally:
-        blocked.set()
-        link.close()
+        files.close(file)
+        files.close_folder()
 
 
 def test_a_writer_with_a_home_writes_whole_extents_to_it_alone(

@@ -1,6 +1,8 @@
 """`LocalLink`: a storage node on this host, its records read from its folders without the node's process.
 
 Everything but reads goes over the connection, which also serves the reads while the folders cannot be opened.
+One thread, `CachedReads`, reads for all nodes of this host what the system has in memory, so that a stripe
+does not wake a thread per shard; what needs a drive goes to the thread of its node.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from millpond.core.errors import DataError, DeadlineExceeded, MillpondError, NodeRefused, TransferFailed
-from millpond.store.local_reader import LocalNodeReader
+from millpond.store.local_reader import LocalNodeReader, LocalRecord
 from millpond.store.net.connection import Answer, Call, Landing
 from millpond.store.net.framing import Bytes
 from millpond.store.net.messages import Message, ReadShard, ShardData
@@ -33,15 +35,43 @@ class _LocalCall(Call):
         self.query = query
 
 
+class CachedReads:
+    """The thread that reads what is in memory, for all `LocalLink`s of a pool. Never waits for a drive."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[LocalLink, _LocalCall] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="read cached")
+        self._thread.start()
+
+    def put(self, link: LocalLink, call: _LocalCall) -> None:
+        """Serve a call, or hand it to the thread of its link."""
+        self._calls.put((link, call))
+
+    def close(self) -> None:
+        """Serve what is there and end. Links are closed later."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._calls.get()) is not None:
+            link, call = job
+            link.serve(call, waits=False)
+
+
 class LocalLink:
     """See module. Implements `NodePort`; owns its reader thread, the reader and the connection.
 
     A drive that hangs holds up the reader thread only: records are read into memory of the thread and copied
     to their place if they are still wanted then, so that giving up a read never waits for a drive.
+
+    Args:
+        link: The connection; closed with this.
+        cached: Outlives all calls of this.
     """
 
-    def __init__(self, link: NodeLink) -> None:
+    def __init__(self, link: NodeLink, cached: CachedReads) -> None:
         self._link = link
+        self._cached = cached
         self._reader: LocalNodeReader | None = None
         self._calls: queue.SimpleQueue[_LocalCall | None] = queue.SimpleQueue()
         self._copying = threading.Lock()
@@ -74,7 +104,7 @@ class LocalLink:
                 message, payload, deadline_ns=deadline_ns, landing=landing, on_done=on_done
             )
         call = _LocalCall(message, landing, on_done)
-        self._calls.put(call)
+        self._cached.put(self, call)
         return call
 
     def cancel(self, call: Call) -> None:
@@ -94,42 +124,56 @@ class LocalLink:
             self._reader.close()
         self._link.close()
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if call.done:
-                continue
-            outcome: Answer | MillpondError = TransferFailed(
-                "the reader ended by a bug", code="pool.unreachable"
-            )
-            try:
-                outcome = Answer(self._read(call), _NO_PAYLOAD)
-            except MillpondError as error:
-                outcome = error
-            finally:
+    def serve(self, call: _LocalCall, *, waits: bool) -> None:
+        """Read and finish a call; one that may not wait and would have to goes to our thread."""
+        if call.done:
+            return
+        outcome: Answer | MillpondError | None = TransferFailed(
+            "the reader ended by a bug", code="pool.unreachable"
+        )
+        try:
+            outcome = Answer(self._read(call, waits), _NO_PAYLOAD)
+        except BlockingIOError:
+            outcome = None
+        except MillpondError as error:
+            outcome = error
+        finally:
+            if outcome is None:
+                self._calls.put(call)
+            else:
                 call.finish(outcome)
 
-    def _read(self, call: _LocalCall) -> ShardData:
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self.serve(call, waits=True)
+
+    def _read(self, call: _LocalCall, waits: bool) -> ShardData:
         query, reader = call.query, self._reader
         if reader is None or call.landing is None:
             raise NodeRefused("a read has no place to go to", code="store.bad_request")
         key = ShardKey(query.digest, query.num_blocks, query.shard, query.nonce)
-        with reader.open_record(key) as record:
+        with reader.open_record(key, waits=waits) as record:
             ranges = record.header.shape.read_ranges(query.begin_row, query.end_row, query.num_columns)
             num_bytes = sum(size for _, size in ranges)
-            if self._scratch.nbytes < num_bytes:
-                self._scratch = memoryview(bytearray(num_bytes))
-            rows = self._scratch[:num_bytes]
-            record.read_ranges(ranges, rows)
             answer = ShardData(len(record.packed_header), record.generation)
-            places = call.landing(answer, len(record.packed_header) + num_bytes)
+            rows = self._read_aside(record, ranges, num_bytes) if waits else None
+            header_place, rows_place = call.landing(answer, len(record.packed_header) + num_bytes)
+            if (header_place.nbytes, rows_place.nbytes) != (len(record.packed_header), num_bytes):
+                raise DataError("the landing has another shape than the record", code="pool.answer")
             with self._copying:
                 if not call.done:
-                    _scatter((memoryview(record.packed_header), rows), places)
+                    header_place[:] = record.packed_header
+                    if rows is None:
+                        record.read_ranges(ranges, rows_place)
+                    else:
+                        rows_place[:] = rows
             return answer
 
-
-def _scatter(sources: Sequence[memoryview], places: Sequence[memoryview]) -> None:
-    if [source.nbytes for source in sources] != [place.nbytes for place in places]:
-        raise DataError("the landing has another shape than the record", code="pool.answer")
-    for source, place in zip(sources, places, strict=True):
-        place[:] = source
+    def _read_aside(
+        self, record: LocalRecord, ranges: Sequence[tuple[int, int]], num_bytes: int
+    ) -> memoryview:
+        if self._scratch.nbytes < num_bytes:
+            self._scratch = memoryview(bytearray(num_bytes))
+        rows = self._scratch[:num_bytes]
+        record.read_ranges(ranges, rows)
+        return rows
