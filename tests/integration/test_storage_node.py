@@ -106,6 +106,7 @@ def test_a_frozen_node_costs_the_deadline_and_answers_when_it_wakes(tmp_path: Pa
     with node(tmp_path) as running, running.connect() as connection:
         put_all(connection, RECORDS[:5])
         running.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, running.process.pid, os.WSTOPPED)  # its threads may run on for a moment
         try:
             with pytest.raises(DeadlineExceeded):
                 connection.call(NodeStatusQuery(), deadline_ns=within(0.3))
