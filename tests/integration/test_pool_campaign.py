@@ -83,7 +83,6 @@ class Faults:
 
 
 @pytest.mark.campaign("pool")
-@pytest.mark.timeout(170)
 def test_campaign_pool_keeps_its_promises_under_faults(
     tmp_path: Path, num_rounds: int, wait_until: Callable[..., None]
 ) -> None:
