@@ -39,7 +39,6 @@ def disturb(service: Service, chance: random.Random) -> None:
 
 
 @pytest.mark.campaign("service")
-@pytest.mark.timeout(300)
 def test_campaign_service_loses_nothing(
     start_service: Callable[..., Service], synthetic_toml: str, num_rounds: int
 ) -> None:
