@@ -247,7 +247,7 @@ class ExtentPuts:
                 on_done=lambda call: self._events.put((write, shard, _is_stored(call))),
             )
         except MillpondError as error:
-            log.info("shard not sent", node=node, code=error.code)
+            log.debug("shard not sent", node=node, code=error.code)
             self._events.put((write, shard, False))
         finally:
             lease.release()

@@ -29,7 +29,7 @@ from millpond.core.errors import (
 from millpond.core.extents import NodeId, StripeId, window_blocks
 from millpond.core.kv_layout import KvLayout
 from millpond.core.pool_map import PoolMap, StorageNodeInfo
-from millpond.core.units import SECOND_NS
+from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.store.buffers import BufferPool
 from millpond.store.chain import BlockChain, Hit, HitExtent, cut_at_windows
 from millpond.store.clock import Clock, SystemClock
@@ -57,6 +57,9 @@ from millpond.store.stripe_buffer import stripe_bytes
 from millpond.store.stripe_plans import StripePlans
 
 log = structlog.get_logger(__name__)
+
+_GRACE_NS = 100 * MILLISECOND_NS
+"""After its deadline, a get may take so long to have lost extents forgotten."""
 
 OpenNode = Callable[[StorageNodeInfo], NodePort]
 
@@ -224,7 +227,7 @@ class Pool:
             lost is forgotten by the metadata, so that the next match does not find it.
         """
         result = self._make_get(hit, sink, deadline_ns, order, is_use=is_use).run()
-        self._forget_gone(hit, result)
+        self._forget_gone(hit, result, deadline_ns)
         return result
 
     def prefetch(
@@ -235,7 +238,7 @@ class Pool:
 
         def run() -> GetResult:
             result = get.run()
-            self._forget_gone(hit, result)
+            self._forget_gone(hit, result, deadline_ns)
             return result
 
         return Prefetch(get, self._prefetches.submit(run))
@@ -308,7 +311,7 @@ class Pool:
         """Forget a chain from a block on; how many extents. Their bytes go with their segments."""
         return self._count(Evict(chain.tenant, chain.domain, first_block), chain.hashes, chain)
 
-    def forget(self, chain: BlockChain, part: HitExtent) -> bool:
+    def forget(self, chain: BlockChain, part: HitExtent, *, deadline_ns: int | None = None) -> bool:
         """Let the metadata forget one extent if it still lies where the hit said; whether it did.
 
         Raises:
@@ -316,7 +319,7 @@ class Pool:
         """
         prefix = chain.hashes_of(0, part.end)
         request = Forget(chain.tenant, chain.domain, part.location, part.begin, prefix)
-        return self._count(request, b"", chain) > 0
+        return self._count(request, b"", chain, deadline_ns) > 0
 
     def verify(self, hit: Hit, *, deadline_ns: int) -> list[tuple[ShardOutcome, ...]]:
         """Read and check every shard of a hit; per extent the outcome of each shard."""
@@ -357,15 +360,25 @@ class Pool:
         )
         return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order, is_use=is_use)
 
-    def _forget_gone(self, hit: Hit, result: GetResult) -> None:
+    def _forget_gone(self, hit: Hit, result: GetResult, deadline_ns: int) -> None:
+        """Let the metadata forget what a get found lost, in the time that is left of it and a little more."""
+        until_ns = min(self._soon_ns(), max(deadline_ns, time.monotonic_ns() + _GRACE_NS))
         for index in result.gone:
             try:
-                self.forget(hit.chain, hit.extents[index])
+                self.forget(hit.chain, hit.extents[index], deadline_ns=until_ns)
             except MillpondError as error:
                 log.info("lost extent not forgotten", code=error.code)
 
-    def _count(self, request: Pin | Unpin | Touch | Evict | Forget, payload: bytes, chain: BlockChain) -> int:
-        answer = self._metadata.call(request, payload, prefix=chain.hashes, deadline_ns=self._soon_ns())
+    def _count(
+        self,
+        request: Pin | Unpin | Touch | Evict | Forget,
+        payload: bytes,
+        chain: BlockChain,
+        deadline_ns: int | None = None,
+    ) -> int:
+        answer = self._metadata.call(
+            request, payload, prefix=chain.hashes, deadline_ns=deadline_ns or self._soon_ns()
+        )
         return answer.count if isinstance(answer, Done) else 0
 
     def _fetch_plans(self) -> StripePlans:

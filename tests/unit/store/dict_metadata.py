@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from millpond.core.errors import DeadlineExceeded
 from millpond.core.pool_map import PoolMap
@@ -27,7 +28,7 @@ LEASE_NS = 30 * 10**9
 
 
 class DictMetadata:
-    """Implements `MetadataPort`. `is_down` makes every call fail."""
+    """Implements `MetadataPort`. `is_down` makes every call fail, `is_silent` only at its deadline."""
 
     def __init__(self, pool_map: PoolMap) -> None:
         self.map = pool_map
@@ -38,6 +39,7 @@ class DictMetadata:
         self.leases: dict[tuple[int, bytes, int], int] = {}
         self.pins: set[tuple[int, bytes, int, int]] = set()
         self.is_down = False
+        self.is_silent = False
         self._lock = threading.Lock()
 
     def pool_map(self, *, deadline_ns: int) -> PoolMap:
@@ -46,6 +48,9 @@ class DictMetadata:
     def call(self, request: Message, payload: bytes = b"", *, prefix: bytes, deadline_ns: int) -> Message:
         if self.is_down:
             raise DeadlineExceeded("metadata is down", code="test.down")
+        if self.is_silent:
+            time.sleep(max(0, deadline_ns - time.monotonic_ns()) / 10**9)
+            raise DeadlineExceeded("metadata is silent", code="test.silent")
         with self._lock:
             return self._answer(request, payload)
 

@@ -189,6 +189,20 @@ def test_lost_extents_are_forgotten_and_can_be_written_again(made: Cluster):
     assert made.read(chain)[1].num_blocks == 64
 
 
+def test_a_silent_metadata_does_not_hold_up_a_get_that_found_losses(made: Cluster):
+    chain = chain_of(128)
+    made.put(chain)
+    hit = made.pool.match(chain)
+    for peer in made.peers.values():
+        peer.records.clear()
+    made.metadata.is_silent = True
+    began_ns = time.monotonic_ns()
+    result = made.pool.get(hit, Recorder(empty_blocks(128)), deadline_ns=soon(0.2))
+    assert time.monotonic_ns() - began_ns < 1.4e9  # each of four calls would wait 2 s
+    assert len(result.gone) > 0
+    assert result.num_blocks == 0
+
+
 def test_a_shard_of_another_write_is_not_accepted(made: Cluster):
     """Two writers of one extent: shards of the loser never mix with those of the winner."""
     chain = chain_of(8)
