@@ -7,6 +7,8 @@ import importlib
 import tomllib
 from pathlib import Path
 
+from benchmarks.harness import log_to_stderr
+
 
 def main() -> None:
     """Run one benchmark."""
@@ -18,6 +20,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="at most 60 s, no peers beyond transformers")
     parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="measure these levels only")
     chosen = parser.parse_args()
+    log_to_stderr()
     benchmark = importlib.import_module(f"benchmarks.{chosen.name}")
     result = benchmark.run(quick=chosen.quick, only=set(chosen.only))
     print(result.to_json(), flush=True)

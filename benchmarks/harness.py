@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import structlog
+
 NUM_PAIRS = 9
 RETRY_FACTOR = 4
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -202,3 +204,8 @@ def _lines(path: str) -> list[str]:
 
 def _field(lines: Iterable[str], name: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def log_to_stderr() -> None:
+    """Keep what the library logs out of standard output, which belongs to the result."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

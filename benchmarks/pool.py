@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import repeat
 
-from benchmarks.harness import Report, Result, say
+from benchmarks.harness import Report, Result, log_to_stderr, say
 from millpond.core.units import GIB, MIB
 
 DISK_BYTES = 4 * GIB
@@ -39,7 +39,9 @@ def run(*, quick: bool, only: set[str]) -> Result:
     for num_processes, is_timed in ((1, True), (2, False)):
         todo = [part for part in parts if is_timed == (part.is_quick_timed if quick else part.is_timed)]
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_processes, spawn, max_tasks_per_child=1) as processes:
+        with ProcessPoolExecutor(
+            num_processes, spawn, initializer=log_to_stderr, max_tasks_per_child=1
+        ) as processes:
             for found in processes.map(_measure, todo, repeat(quick), repeat(only)):
                 report.merge(found)
     return report.finish()
