@@ -18,7 +18,16 @@ from millpond.store.metadata.client import MetadataClient
 from millpond.store.net.messages import MetadataStatus
 from millpond.store.pool import Pool
 from millpond.store.pool_settings import PoolParams, PoolSettings
-from tests.integration.pool_load import LAYOUT, MAX_BLOCKS, NUM_CHAINS, LoadClient, LoadRecord, chain_of
+from tests.integration.pool_load import (
+    LAYOUT,
+    MAX_BLOCKS,
+    NUM_CHAINS,
+    OVERRUN_NS,
+    SHORT_OVERRUN_NS,
+    LoadClient,
+    LoadRecord,
+    chain_of,
+)
 from tests.integration.pool_processes import PoolProcess, PoolProcesses, why_no_small_disk
 
 SHORT_S = 15
@@ -89,7 +98,9 @@ def test_campaign_pool_keeps_its_promises_under_faults(
     no_disk = why_no_small_disk()
     if no_disk:
         warnings.warn(f"no full disks in this run: {no_disk}", stacklevel=1)
-    record, stop = LoadRecord(), threading.Event()
+    # The short form runs beside other tests: tenfold margin.
+    overrun_ns = OVERRUN_NS if num_rounds else SHORT_OVERRUN_NS
+    record, stop = LoadRecord(overrun_ns), threading.Event()
     with (
         PoolProcesses(tmp_path, node_mib=NODE_MIB, num_small_disks=0 if no_disk else 2) as processes,
         closing(MetadataClient([processes.metadata_address], name="campaign")) as metadata,
