@@ -6,6 +6,7 @@ in the low nibble. Power-of-two scales (E8M0) are rounded up, so nothing but E4M
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 import torch
@@ -145,21 +146,23 @@ def dequantise_fp4(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
-class _PackedRows:
+class _PackedRows(ABC):
     """What the packed formats share: native code where it serves, torch elsewhere."""
 
     _number: ClassVar[int]
     """Of the format in `kernels.c`."""
 
+    @abstractmethod
     def row_bytes(self, width: int) -> int:
         """See `RowFormat.row_bytes`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Rows as packed bytes, by torch."""
 
+    @abstractmethod
     def _decode(self, data: torch.Tensor, width: int) -> torch.Tensor:
-        raise NotImplementedError
+        """Packed bytes as rows, by torch."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """See `RowFormat.encode`."""
