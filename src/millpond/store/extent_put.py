@@ -43,6 +43,8 @@ log = structlog.get_logger(__name__)
 
 SEND_S = 2
 """A shard that the kernel does not take for so long meets a node that has stopped."""
+_GRACE_NS = 300 * MILLISECOND_NS
+"""After its deadline, a put may take so long to give its leases back; they expire otherwise."""
 BATCH = 16
 """Extents whose leases are asked for at once, so that the last one is written before its lease ends."""
 _IDLE_NS = 50 * MILLISECOND_NS
@@ -323,9 +325,8 @@ class ExtentPuts:
         extent = self._request.chain.extent(write.begin, write.end)
         abort = Abort(self._request.chain.tenant, ((extent.digest, extent.num_blocks),), self._tools.holder)
         try:
-            self._tools.metadata.call(
-                abort, prefix=self._request.chain.hashes, deadline_ns=time.monotonic_ns() + SECOND_NS
-            )
+            until_ns = min(time.monotonic_ns() + SECOND_NS, self._deadline_ns + _GRACE_NS)
+            self._tools.metadata.call(abort, prefix=self._request.chain.hashes, deadline_ns=until_ns)
         except MillpondError as error:
             log.info("lease left to expire", code=error.code)
 

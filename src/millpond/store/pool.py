@@ -331,13 +331,13 @@ class Pool:
             )
         return outcomes
 
-    def refresh_map(self) -> PoolMap:
+    def refresh_map(self, *, deadline_ns: int | None = None) -> PoolMap:
         """Fetch the newest map and connect to the nodes that are new in it.
 
         Raises:
             TransientError: The metadata does not answer.
         """
-        self._plans = self._fetch_plans()
+        self._plans = self._fetch_plans(deadline_ns)
         self._connect(time.monotonic_ns())
         return self._plans.pool_map
 
@@ -354,7 +354,7 @@ class Pool:
         self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder, *, is_use: bool = True
     ) -> ExtentGet:
         if not all(self._plans.knows(part.stripe) for part in hit.extents):
-            self._refresh_quietly()
+            self._refresh_quietly(deadline_ns)
         tools = ReadTools(
             self._client, self._buffers, self._plans.plan_of, self._settings.pool.min_piece_kib * 1024
         )
@@ -381,8 +381,8 @@ class Pool:
         )
         return answer.count if isinstance(answer, Done) else 0
 
-    def _fetch_plans(self) -> StripePlans:
-        pool_map = self._metadata.pool_map(deadline_ns=self._soon_ns())
+    def _fetch_plans(self, deadline_ns: int | None = None) -> StripePlans:
+        pool_map = self._metadata.pool_map(deadline_ns=deadline_ns or self._soon_ns())
         home = self._settings.pool.home
         return StripePlans(self._layout, pool_map, nonce_base=self._nonce_base, home=home)
 
@@ -402,9 +402,9 @@ class Pool:
         link = NodeLink(info, name=name, token=token, params=self._settings.link)
         return LocalLink(link, self._cached_reads) if info.path else link
 
-    def _refresh_quietly(self) -> None:
+    def _refresh_quietly(self, deadline_ns: int) -> None:
         try:
-            self.refresh_map()
+            self.refresh_map(deadline_ns=min(deadline_ns, self._soon_ns()))
         except MillpondError as error:
             log.info("pool map not refreshed", code=error.code)
 

@@ -31,7 +31,7 @@ class Faults:
     delay_s: float = 0.0
     """Before each answer to a read; other requests wait behind it."""
     is_silent: bool = False
-    """Reads are not answered at all."""
+    """Reads and writes are not answered at all."""
     refuse_puts: bool = False
     flip_payload: bool = False
     """One bit of each payload read is wrong."""
@@ -109,6 +109,8 @@ class ShardPeer:
     def _answer(self, stream: FrameSocket, request: int, message: object, payload: bytes) -> None:
         answer, body = None, b""
         match message:
+            case PutShard() if self.faults.is_silent:
+                return
             case PutShard(digest, num_blocks, shard, nonce):
                 if self.faults.refuse_puts:
                     answer = Failed("full")

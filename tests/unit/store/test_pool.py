@@ -203,6 +203,20 @@ def test_a_silent_metadata_does_not_hold_up_a_get_that_found_losses(made: Cluste
     assert result.num_blocks == 0
 
 
+def test_a_metadata_that_falls_silent_during_a_put_does_not_hold_it_up(made: Cluster):
+    """Each of its leases is given back, or left to expire, soon after the deadline."""
+    chain = chain_of(256)
+    for peer in made.peers.values():
+        peer.faults.is_silent = True
+    silence = threading.Timer(0.1, setattr, (made.metadata, "is_silent", True))
+    silence.start()
+    began_ns = time.monotonic_ns()
+    results = made.pool.put(chain, 0, blocks_of(chain), deadline_ns=soon(0.4))
+    silence.join()
+    assert time.monotonic_ns() - began_ns < 2.4e9  # eight leases, each given a second, would take 8 s
+    assert {result.result for result in results} == {WriteEnd.LATE}
+
+
 def test_a_shard_of_another_write_is_not_accepted(made: Cluster):
     """Two writers of one extent: shards of the loser never mix with those of the winner."""
     chain = chain_of(8)
