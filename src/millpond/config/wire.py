@@ -1,8 +1,8 @@
 """Messages as bytes: the codec of every socket and every journal (interfaces A.5).
 
 A message is the msgpack array [u16 version, kind name, body]. The kinds are the classes in
-`core.events.ALL` and `core.plan.ALL`; a body is the map of the dataclass's fields; token arrays travel
-as little-endian int32 bytes. Nothing is looked up by a name that the sender chose except in that table.
+`core.events.ALL`, `core.plan.ALL` and `core.node_messages.ALL`; a body is the map of the dataclass's
+fields; token arrays travel as little-endian int32 bytes. Nothing is looked up by a name that the sender chose except in that table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from millpond.core import events, plan
+from millpond.core import events, node_messages, plan
 from millpond.core.errors import DataError, WireVersionMismatch
 from millpond.core.request import TokenIds
 from millpond.core.units import MIB
@@ -49,7 +49,7 @@ def _decode_array(kind: type, value: object) -> TokenIds:
 
 
 def _make_decoders() -> dict[str, msgspec.msgpack.Decoder[Any]]:
-    kinds = events.ALL + plan.ALL
+    kinds = events.ALL + plan.ALL + node_messages.ALL
     decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_decode_array) for kind in kinds}
     if len(decoders) != len(kinds):
         raise TypeError("two kinds of message share a name")
@@ -65,10 +65,10 @@ def encode(message: object) -> bytes:
     """Make the bytes of one message.
 
     Args:
-        message: Instance of a class in `core.events.ALL` or `core.plan.ALL`.
+        message: Instance of a class in one of the `ALL` of core.
 
     Raises:
-        TypeError: The class is in neither table: our own bug.
+        TypeError: The class is in no table: our own bug.
     """
     kind = type(message).__name__
     if kind not in _decoders:

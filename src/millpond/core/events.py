@@ -61,6 +61,9 @@ class RankReport:
     """In plan order, those of one row by position; for `num_steps` > 1 step-major."""
     drafts: tuple[Drafts, ...] = ()
     """Of the rows, in plan order, if the plan asked for any."""
+    lost: tuple[tuple[RequestId, int], ...] = ()
+    """(request, leading tokens that are in place after all) whose load broke before the step had what it
+    needed: what the step computed of these requests is void, and the engine has forgotten them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,22 @@ class HandoffClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """Prefill side, answer to `LoadStart`: so much will be there in time, or is.
+
+    Rows may still be on their way: a swap-in waits for them. What does not come after all is told by
+    `RankReport.lost`.
+    """
+
+    request_id: RequestId
+    attempt: int
+    num_tokens: int
+    """Leading tokens, a multiple of 128, at most what was asked for; 0: nothing."""
+    state_position: int = -1
+    """Leading tokens of which a snapshot of the state is at hand, at most `num_tokens`; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed with nothing else to say; lets expiries run while idle."""
 
@@ -128,6 +147,12 @@ class RankInfo:
     """As `Engine.min_computed_tokens`."""
     max_drafts: int = 0
     """As `Engine.max_drafts`."""
+    can_load: bool = False
+    """Its host has a node daemon: it answers `LoadStart`, and keeps full blocks and state."""
+    has_state: bool = False
+    """The model has window state beside its blocks."""
+    replay_tokens: int = 0
+    """As `Engine.replay_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +294,7 @@ ALL: tuple[type, ...] = (
     HandoffArrived,
     HandoffFailed,
     HandoffClosed,
+    Loaded,
     Tick,
     RankInfo,
     GroupUp,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millpond.core.ids import BlockId, BufferId, DpRank, GroupId, RankRef, RequestId, SlotId
-from millpond.core.request import FinishReason, RequestSpec, SamplingParams, TokenIds
+from millpond.core.request import FinishReason, KvIdentity, RequestSpec, SamplingParams, TokenIds
 
 
 class StepKind(StrEnum):
@@ -39,6 +39,10 @@ class SequenceStart:
     sampling: SamplingParams
     block_table: tuple[BlockId, ...]
     slot: SlotId
+    kv: KvIdentity | None = None
+    """Under which its full blocks are kept for others; None: they are not."""
+    num_stored_blocks: int = 0
+    """Leading blocks that are kept already, or that another rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,50 @@ class HandoffFinish:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadStart:
+    """Let the host's node daemon bring the KV of leading tokens into its arena. Answered by `Loaded`.
+
+    Orders of one rank are carried out first come, first served, as far as the arena has room, so that those
+    of waiting requests are a prefetch.
+    """
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+    kv: KvIdentity
+    token_ids: TokenIds
+    """The leading tokens, int32, a multiple of 128."""
+    located: bytes
+    """As `CachedPrefix.located`."""
+    wants_state: bool
+    """Bring a snapshot of the window state too: the last one at or before the end of the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Copy loaded rows into these blocks, in row order, as they come. The engine waits for a row when it
+    needs it.
+    """
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+    block_table: tuple[BlockId, ...]
+    """Of the leading blocks that are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """The load is not needed any more. Once this is carried out, no thread writes to the blocks. Unknown
+    ones are ignored.
+    """
+
+    request_id: RequestId
+    attempt: int
+    rank: DpRank
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOut:
     """One generated token, worker to gateway. The gateway drops positions it already has and messages
     of older attempts.
@@ -171,6 +219,8 @@ class TokenOut:
     top: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
     """Set on the last token."""
+    num_cached_tokens: int = 0
+    """On the first token of an attempt: leading tokens that were loaded and not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +257,10 @@ class GroupPlan:
     started: tuple[tuple[RequestId, int], ...] = ()
     """(request, attempt) whose KV is complete on this decode rank: prefill is no longer needed."""
     ended: tuple[SequenceEnd, ...] = ()
+    unloads: tuple[LoadEnd, ...] = ()
+    """Carried out before everything else: the blocks may be somebody else's in this very plan."""
+    loads: tuple[LoadStart, ...] = ()
+    swaps: tuple[SwapIn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +343,9 @@ ALL: tuple[type, ...] = (
     HandoffReceive,
     HandoffClose,
     HandoffFinish,
+    LoadStart,
+    SwapIn,
+    LoadEnd,
     TokenOut,
     SequenceEnd,
     GroupPlan,

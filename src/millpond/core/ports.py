@@ -20,6 +20,15 @@ class LayerObserver(Protocol):
         """
         ...
 
+    def on_row_needed(self, row: int) -> None:
+        """Row `row` of the blocks before every chunk of this step is read or written next: return when it is
+        there.
+
+        Called in ascending order from the engine's thread, before the layer that owns the row. It may
+        return without the row if that will not come: the step's results of that sequence are thrown away.
+        """
+        ...
+
 
 class Engine(Protocol):
     """One DP rank's model runner.
@@ -39,6 +48,8 @@ class Engine(Protocol):
     """Last known tokens that a prefill computes however much is there already, >= 1."""
     max_drafts: int
     """Drafts that it can make and check per row; 0 without a draft head."""
+    replay_tokens: int
+    """Tokens before the end of a hit that a bounded replay computes; 0 for models without window state."""
 
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
         """Carry out one step of this rank.

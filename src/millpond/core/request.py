@@ -81,6 +81,36 @@ class SamplingParams:
     """-1: none; k >= 0: logprob of the chosen token and of the k most likely ones."""
 
 
+class StateRestore(StrEnum):
+    """How the window state of a model that has one is brought back after a hit."""
+
+    EXACT = "exact"
+    """From a snapshot, and what lies behind it is computed; without one, everything is."""
+    REPLAY = "replay"
+    """From a snapshot close to the end of the hit, else by a bounded replay, which is approximate: what is
+    computed after it is flagged so."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvIdentity:
+    """Whose KV this is: with it and the tokens, any process can name the blocks of a sequence."""
+
+    root: bytes
+    """32-byte digest before the first block (`core.hashing.root_digest`); holds model, layout and salts."""
+    tenant: int
+    """Number of the tenant in the pool, u32."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What the gateway found of a prompt before it was scheduled. A hint until it is loaded."""
+
+    num_tokens: int
+    """Leading tokens, a multiple of 128, less than the known ones: at least one is always computed."""
+    located: bytes = b""
+    """Where: a packed `store.net.messages.Matched`, for the node daemon; empty: it asks itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where the prefill of a request may begin: after tokens whose block KV its blocks will hold, with a
@@ -122,6 +152,10 @@ class RequestSpec:
     """Multiples of 128 where other prompts may part from this one: the state is kept there too, if the
     model has any. Others mean nothing."""
     resume: Resume | None = None
+    kv: KvIdentity | None = None
+    """None: nothing of it is looked up or kept."""
+    cached: CachedPrefix | None = None
+    state_restore: StateRestore = StateRestore.REPLAY
 
     @property
     def num_prompt_tokens(self) -> int:
