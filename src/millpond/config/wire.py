@@ -2,7 +2,8 @@
 
 A message is the msgpack array [u16 version, kind name, body]. The kinds are the classes in
 `core.events.ALL`, `core.plan.ALL` and `core.node_messages.ALL`; a body is the map of the dataclass's
-fields; token arrays travel as little-endian int32 bytes. Nothing is looked up by a name that the sender chose except in that table.
+fields; token arrays travel as little-endian int32 bytes. Nothing is looked up by a name that the sender
+chose except in that table.
 """
 
 from __future__ import annotations
