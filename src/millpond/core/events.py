@@ -63,7 +63,8 @@ class RankReport:
     """Of the rows, in plan order, if the plan asked for any."""
     lost: tuple[tuple[RequestId, int], ...] = ()
     """(request, leading tokens that are in place after all) whose load broke before the step had what it
-    needed: what the step computed of these requests is void, and the engine has forgotten them."""
+    needed: what the step computed of these requests is void and nothing of it is reported, the engine has
+    forgotten them, and no thread copies into their blocks any more. The load stays open for its state."""
 
 
 @dataclass(frozen=True, slots=True)

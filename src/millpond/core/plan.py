@@ -43,6 +43,8 @@ class SequenceStart:
     """Under which its full blocks are kept for others; None: they are not."""
     num_stored_blocks: int = 0
     """Leading blocks that are kept already, or that another rank keeps."""
+    is_approximate: bool = False
+    """It begins with a bounded replay: what is computed of it is flagged where it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class StateCopy:
     """Leading tokens that the state stands for. The slot may have gone on by as many as a ring looks back."""
     slot: SlotId
     buffer: BufferId
+    is_rolling: bool = False
+    """Kept while decoding: takes the place of the sequence's older rolling one."""
 
 
 @dataclass(frozen=True, slots=True)
