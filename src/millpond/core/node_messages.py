@@ -3,6 +3,9 @@
     rank   -> daemon   NodeHello, Load, LoadCancel, Put, PutClose, SnapshotPut, NodePing
     daemon -> rank     NodeWelcome, LoadAccepted, LoadRefused, LoadDone, PutSlots
 
+A load goes by a number that its rank gives it, new for each: answers to a load that was cancelled are not
+those to the next one of the same request.
+
 The bytes of blocks lie in the arena, which both have mapped; the daemon owns every slot. What a rank holds
 (loads, slots to write into) is a lease: it ends when the rank says so, when the same rank says hello with a
 larger incarnation, or when nothing was heard of it for a while.
@@ -28,16 +31,21 @@ class NodeHello:
     layout_fingerprint: bytes
     num_put_slots: int
     """Free slots that the rank would like to have at hand."""
+    pid: int = 0
+    """Of the rank's process on this host. While it exists it may write into slots that were lent to it,
+    however long it was silent: only then may they become somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWelcome:
-    """Answer to `NodeHello`."""
+    """Answer to `NodeHello`, and to each `NodePing`."""
 
     arena: str
     """Path of the arena's file."""
     epoch: int
     """Of the daemon's life; with another one, all that the rank held is gone."""
+    incarnation: int = 0
+    """Of the hello that is answered; answers to an earlier one mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class Load:
     deadline_ns: int
     """On the host's monotonic clock: when to give up what has not come."""
     wants_state: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class LoadAccepted:
     state_position: int = -1
     """Leading tokens that `state` stands for; -1: none found in time."""
     state: bytes = b""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class LoadRefused:
     attempt: int
     reason: str
     """`absent`, `no_room`, `deadline`, `layout`, `stopping`."""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ class LoadDone:
     """Blocks that were in this host's memory."""
     from_peers: int = 0
     from_pool: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,7 @@ class LoadCancel:
 
     request_id: RequestId
     attempt: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +128,16 @@ class PutSlots:
     """Free slots that are the rank's to write blocks into, in addition to those it has."""
 
     slots: tuple[Slot, ...]
+    incarnation: int = 0
+    """Whose they are: as in `NodeWelcome`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
     """Blocks `[first_block, first_block + n)` of a sequence lie in these slots, which are the daemon's again.
 
-    The first message of a (request, attempt) brings the digests of all blocks before, too.
+    The first message of a (request, attempt) brings the digests of all blocks before, too, and so does one
+    that does not go on where the last one ended.
     """
 
     request_id: RequestId

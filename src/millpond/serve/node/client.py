@@ -1,0 +1,497 @@
+"""`NodeClient`: a rank's end of the line to its host's node daemon.
+
+A thread of its own speaks with the daemon; the other methods may be called by any thread and do not block.
+Bytes never travel over the line: they lie in the arena, which both have mapped.
+
+What the rank holds there is a lease. It ends for the rank before it ends for the daemon: when nothing could
+be sent for a while, nothing was heard for a while, or the daemon was restarted, then all loads and slots are
+void, and the rank introduces itself anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from millpond.core.errors import DataError, StaleEpoch
+from millpond.core.events import Loaded
+from millpond.core.hashing import BLOCK_HASH_BYTES, HashChain
+from millpond.core.ids import RequestId
+from millpond.core.kv_layout import KvLayout
+from millpond.core.node_messages import (
+    Load,
+    LoadAccepted,
+    LoadCancel,
+    LoadDone,
+    LoadRefused,
+    NodeHello,
+    NodePing,
+    NodeWelcome,
+    Put,
+    PutClose,
+    PutSlots,
+    Slot,
+    SnapshotPut,
+)
+from millpond.core.plan import LoadStart
+from millpond.core.request import KvIdentity
+from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
+from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
+from millpond.store.dram_arena import DramArena, SlotRef
+from millpond.store.stripe import Block
+
+PING_NS = 500 * MILLISECOND_NS
+HELLO_NS = SECOND_NS
+"""While the daemon does not answer, it is greeted this often."""
+
+log = structlog.get_logger(__name__)
+
+Key = tuple[RequestId, int]
+"""(request, attempt)."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeLoad:
+    """A load that this rank asked for. Written by the client's thread only."""
+
+    request_id: RequestId
+    attempt: int
+    number: int
+    deadline_ns: int
+    digests: tuple[bytes, ...] = ()
+    """32 bytes per block that was asked for."""
+    is_answered: bool = False
+    """`Loaded` was posted."""
+    arena: DramArena | None = None
+    """Where its blocks are, once accepted; None again when the load is void."""
+    lane: int = -1
+    slots: tuple[Slot, ...] = ()
+    """Of the leading blocks that seem to be had."""
+    num_valid: int = -1
+    """Leading blocks that are there for good; -1 while rows may be on their way."""
+    state_position: int = -1
+    state: bytes = b""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more rows will come."""
+        return self.num_valid >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutSlot:
+    """A free slot of the arena that is this rank's to write one block into."""
+
+    slot: int
+    generation: int
+    incarnation: int
+    """Of the lease that it belongs to."""
+    view: Block
+    """[block bytes], uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOrder:
+    request_id: RequestId
+    attempt: int
+    kv: KvIdentity
+    first_block: int
+    digests: tuple[bytes, ...]
+    slots: tuple[PutSlot, ...]
+    is_approximate: bool
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """Since the start."""
+
+    loads: int = 0
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """Loads of which nothing will come, by reason."""
+    voided: int = 0
+    """Loads that broke because the daemon was gone."""
+    puts: int = 0
+    """Blocks handed over."""
+    puts_lost: int = 0
+    """Blocks written for a daemon that was gone."""
+    snapshots: int = 0
+    snapshots_lost: int = 0
+
+
+class NodeClient:
+    """See module. Owns its thread until `stop`.
+
+    Args:
+        network: Of the process.
+        endpoint: The daemon's socket.
+        identity: Name of the rank, `<group>-<rank>`.
+        incarnation: Larger after each restart of the rank.
+        layout: Of its blocks.
+        num_put_slots: Free slots to have at hand.
+        post: Takes `Loaded` events.
+        lease_s: As the daemon's.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        endpoint: str,
+        identity: str,
+        incarnation: int,
+        layout: KvLayout,
+        num_put_slots: int,
+        post: Callable[[object], None],
+        *,
+        lease_s: float = 5.0,
+    ) -> None:
+        self.counts = ClientCounts()
+        self.failure: BaseException | None = None
+        """A bug that ended the thread."""
+        self._layout = layout
+        self._num_put_slots = num_put_slots
+        self._post = post
+        self._lease_ns = int(lease_s * SECOND_NS)
+        self._incarnation = incarnation
+        self._dealer = Dealer(network, endpoint, identity)
+        self._orders = Wakeup()
+        self._lock = threading.Lock()
+        self._arena: DramArena | None = None
+        """Of the daemon's present life; None while it is not known to live."""
+        self._loads: dict[Key, NodeLoad] = {}
+        self._by_number: dict[int, NodeLoad] = {}
+        self._num_loads = 0
+        self._free: deque[PutSlot] = deque()
+        self._num_in_hand = 0
+        """Slots that somebody may be writing into."""
+        self._told: dict[Key, int] = {}
+        """Blocks whose digests the daemon knows, by sequence. The thread's own."""
+        self._heard_ns = self._sent_ns = self._hello_ns = 0
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node client", daemon=True)
+        self._thread.start()
+
+    # --- loads -------------------------------------------------------------------------------
+
+    def load(self, order: LoadStart, deadline_ns: int) -> None:
+        """Ask for a load. `Loaded` is posted once: when it is accepted or refused, or by the deadline."""
+        key = (order.request_id, order.attempt)
+        self.end(*key)
+        with self._lock:
+            self._num_loads += 1
+            load = NodeLoad(*key, self._num_loads, deadline_ns)
+            self._loads[key] = self._by_number[load.number] = load
+        self._orders.post((load, order))
+
+    def end(self, request_id: RequestId, attempt: int) -> None:
+        """Give a load back, done or not; unknown ones are ignored. Its slots must not be read any more."""
+        with self._lock:
+            load = self._loads.pop((request_id, attempt), None)
+            if load is None:
+                return
+            del self._by_number[load.number]
+        self._orders.post(LoadCancel(request_id, attempt, load.number))
+
+    def load_of(self, request_id: RequestId, attempt: int) -> NodeLoad | None:
+        """A load that was ordered and not ended."""
+        return self._loads.get((request_id, attempt))
+
+    def rows_ready(self, request_id: RequestId, attempt: int, row: int) -> int:
+        """Leading blocks of a load whose row `row` can be read now; grows until the load `is_over`."""
+        load = self._loads.get((request_id, attempt))
+        if load is None:
+            return 0
+        if load.is_over:
+            return load.num_valid
+        arena = load.arena
+        if arena is None:
+            return 0
+        try:
+            return min(arena.rows_ready(load.lane, row), len(load.slots))
+        except StaleEpoch:  # our lease is over, and we do not know yet
+            return 0
+
+    def num_intact(self, load: NodeLoad, begin: int, end: int) -> int:
+        """Check blocks `[begin, end)` of a load: up to which one every slot still is that block's.
+
+        To be asked before and after rows that were ready are copied: what lies before the smaller answer is
+        right.
+        """
+        arena = load.arena
+        if arena is None:
+            return begin
+        end = min(end, len(load.slots))
+        for index in range(begin, end):
+            if not arena.is_filling_or_holds(
+                SlotRef(*load.slots[index]), load.digests[index][:BLOCK_HASH_BYTES]
+            ):
+                return index
+        return end
+
+    # --- puts --------------------------------------------------------------------------------
+
+    def take_slot(self) -> PutSlot | None:
+        """A free slot to write a block into; None: there is none now. It must come back by `put` or
+        `give_back`, and soon: without it, a lost daemon is not greeted again.
+        """
+        # A rank that was frozen for long may come here before its own thread has noticed.
+        is_fresh = time.monotonic_ns() - self._sent_ns < self._lease_ns
+        with self._lock:
+            if not self._free or not is_fresh:
+                return None
+            self._num_in_hand += 1
+            return self._free.popleft()
+
+    def give_back(self, slot: PutSlot) -> None:
+        """Keep a slot that was taken and not filled for the next block."""
+        with self._lock:
+            self._num_in_hand -= 1
+            if slot.incarnation == self._incarnation and self._arena is not None:
+                self._free.appendleft(slot)
+
+    def put(
+        self,
+        request_id: RequestId,
+        attempt: int,
+        kv: KvIdentity,
+        first_block: int,
+        digests: Sequence[bytes],
+        slots: Sequence[PutSlot],
+        *,
+        is_approximate: bool = False,
+    ) -> None:
+        """Hand over blocks that were written into slots.
+
+        Args:
+            request_id: Of the sequence.
+            attempt: Of the sequence.
+            kv: Of the sequence.
+            first_block: Index in the sequence of the first one.
+            digests: 32 bytes per block, from block 0 to the last one put.
+            slots: One per block.
+            is_approximate: Computed downstream of a bounded replay.
+        """
+        order = _PutOrder(request_id, attempt, kv, first_block, tuple(digests), tuple(slots), is_approximate)
+        with self._lock:
+            self._num_in_hand -= len(slots)
+        self._orders.post(order)
+
+    def close_put(self, request_id: RequestId, attempt: int) -> None:
+        """No more blocks of this sequence will come."""
+        self._orders.post(PutClose(request_id, attempt))
+
+    def snapshot(self, message: SnapshotPut) -> None:
+        """Have a copy of a window state kept; lost if the daemon is not there."""
+        self._orders.post(message)
+
+    def stop(self) -> None:
+        """End the thread; what is held goes back when the process ends."""
+        self._is_stopping.set()
+        self._orders.post(None)
+        self._thread.join()
+        self._orders.close()
+        self._dealer.close()
+        self._void("stopped")
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping.is_set():
+                while (message := self._dealer.recv()) is not None:
+                    self._on_message(message)
+                for order in self._orders.take():
+                    self._carry_out(order)
+                self._keep_lease(time.monotonic_ns())
+                self._answer_late(time.monotonic_ns())
+                wait_any((self._dealer, self._orders), self._wait_s(time.monotonic_ns()))
+        except BaseException as error:
+            self.failure = error
+            self._void("failed")
+            raise
+
+    def _on_message(self, message: object) -> None:
+        self._heard_ns = time.monotonic_ns()
+        match message:
+            case Connected():
+                self._greet()
+            case NodeWelcome():
+                if message.incarnation == self._incarnation and self._arena is None:
+                    self._attach(message)
+            case LoadAccepted():
+                self._on_accepted(message)
+            case LoadRefused():
+                load = self._by_number.get(message.number)
+                if load is not None:
+                    self._refuse(load, message.reason)
+            case LoadDone():
+                load = self._by_number.get(message.number)
+                if load is not None and load.arena is not None:
+                    load.num_valid = min(message.num_blocks, len(load.slots))
+            case PutSlots():
+                self._on_slots(message)
+            case _:
+                log.warning("node_client.message_unexpected", kind=type(message).__name__)
+
+    def _attach(self, welcome: NodeWelcome) -> None:
+        try:
+            arena = DramArena.attach(Path(welcome.arena), writable=True)
+        except DataError as error:
+            log.warning("node_client.no_arena", error=error.message)  # the daemon is gone again, or another's
+            return
+        if arena.epoch != welcome.epoch or arena.fingerprint != self._layout.fingerprint:
+            log.warning("node_client.wrong_arena", epoch=arena.epoch)
+            return
+        self._arena = arena
+
+    def _on_accepted(self, message: LoadAccepted) -> None:
+        load = self._by_number.get(message.number)
+        if load is None or load.is_answered or self._arena is None:
+            return  # given back meanwhile: the daemon has been told, or will be
+        load.lane = message.lane
+        load.slots = message.slots[: len(load.digests)]
+        load.state_position, load.state = message.state_position, message.state
+        load.arena = self._arena
+        self._answer(load, len(load.slots) * BLOCK_TOKENS, message.state_position)
+
+    def _on_slots(self, message: PutSlots) -> None:
+        if message.incarnation != self._incarnation or self._arena is None:
+            return
+        slots = [
+            PutSlot(slot, generation, self._incarnation, self._arena.view(slot))
+            for slot, generation in message.slots
+        ]
+        with self._lock:
+            self._free.extend(slots)
+
+    def _carry_out(self, order: object) -> None:
+        match order:
+            case (NodeLoad() as load, LoadStart() as start):
+                self._ask(load, start)
+            case _PutOrder():
+                self._put(order)
+            case PutClose():
+                if self._told.pop((order.request_id, order.attempt), None) is not None:
+                    self._send(order)
+            case LoadCancel():
+                self._send(order)
+            case SnapshotPut():
+                is_sent = self._send(order)
+                self.counts.snapshots += is_sent
+                self.counts.snapshots_lost += not is_sent
+            case _:
+                pass  # only to wake up
+
+    def _ask(self, load: NodeLoad, order: LoadStart) -> None:
+        if self._by_number.get(load.number) is not load:
+            return  # ended before it was asked for
+        chain = HashChain(order.kv.root)
+        chain.extend(order.token_ids)
+        load.digests = tuple(chain.digests)
+        self.counts.loads += 1
+        message = Load(
+            request_id=load.request_id,
+            attempt=load.attempt,
+            kv=order.kv,
+            digests=b"".join(load.digests),
+            located=order.located,
+            deadline_ns=load.deadline_ns,
+            wants_state=order.wants_state,
+            number=load.number,
+        )
+        if not self._send(message):
+            self._refuse(load, "no_daemon")
+
+    def _put(self, order: _PutOrder) -> None:
+        key = (order.request_id, order.attempt)
+        incarnations = {slot.incarnation for slot in order.slots}
+        end = order.first_block + len(order.slots)
+        first_told = order.first_block if self._told.get(key) == order.first_block else 0
+        message = Put(
+            request_id=order.request_id,
+            attempt=order.attempt,
+            kv=order.kv,
+            first_block=order.first_block,
+            digests=b"".join(order.digests[first_told:end]),
+            slots=tuple((slot.slot, slot.generation) for slot in order.slots),
+            is_approximate=order.is_approximate,
+        )
+        if incarnations == {self._incarnation} and self._send(message):
+            self._told[key] = end
+            self.counts.puts += len(order.slots)
+        else:
+            self.counts.puts_lost += len(order.slots)
+
+    def _send(self, message: object) -> bool:
+        """Send, if the daemon lives and knows us."""
+        if self._arena is None:
+            return False
+        now_ns = time.monotonic_ns()
+        if not self._dealer.send(message):
+            log.warning("node_client.daemon_lost")
+            self._greet()
+            return False
+        self._sent_ns = now_ns
+        return True
+
+    def _greet(self) -> None:
+        """Introduce ourselves anew; what we held is void, here and there."""
+        self._void("daemon_lost")
+        if self._num_in_hand:
+            return  # once greeted, the daemon lends these slots to others
+        self._incarnation += 1
+        self._hello_ns = time.monotonic_ns()
+        hello = NodeHello(self._incarnation, self._layout.fingerprint, self._num_put_slots, os.getpid())
+        if self._dealer.send(hello):
+            self._sent_ns = self._hello_ns
+
+    def _keep_lease(self, now_ns: int) -> None:
+        if self._arena is None:
+            if now_ns - self._hello_ns >= HELLO_NS:
+                self._greet()
+        elif now_ns - min(self._heard_ns, self._sent_ns) >= self._lease_ns:
+            log.warning("node_client.daemon_silent")
+            self._greet()
+        elif now_ns - self._sent_ns >= PING_NS:
+            self._send(NodePing())
+
+    def _answer_late(self, now_ns: int) -> None:
+        """Answer for the daemon when it has not by the deadline."""
+        for load in [load for load in self._by_number.copy().values() if not load.is_answered]:
+            if now_ns >= load.deadline_ns:
+                self._send(LoadCancel(load.request_id, load.attempt, load.number))
+                self._refuse(load, "deadline")
+
+    def _wait_s(self, now_ns: int) -> float:
+        due_ns = now_ns + PING_NS
+        for load in self._by_number.copy().values():
+            if not load.is_answered:
+                due_ns = min(due_ns, load.deadline_ns)
+        return max(due_ns - now_ns, MILLISECOND_NS) / SECOND_NS
+
+    def _refuse(self, load: NodeLoad, reason: str) -> None:
+        load.num_valid = 0
+        if not load.is_answered:
+            self.counts.refused[reason] += 1
+            self._answer(load, 0, -1)
+
+    def _answer(self, load: NodeLoad, num_tokens: int, state_position: int) -> None:
+        load.is_answered = True
+        self._post(Loaded(load.request_id, load.attempt, num_tokens, state_position))
+
+    def _void(self, reason: str) -> None:
+        """Let go of everything that a life of the daemon had given us."""
+        with self._lock:
+            self._arena = None  # unmapped when nobody reads it any more
+            self._free.clear()
+        self._told.clear()
+        for load in self._by_number.copy().values():
+            self.counts.voided += load.arena is not None and not load.is_over
+            load.arena = None
+            self._refuse(load, reason)
