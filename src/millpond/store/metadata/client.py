@@ -150,6 +150,22 @@ class MetadataClient:
         """See `MetadataPort`."""
         return self._refresh(deadline_ns).pool_map
 
+    def ask_directory(
+        self, request: Message, payload: bytes = b"", *, deadline_ns: int
+    ) -> tuple[Message, bytes]:
+        """Ask shard 0 who keeps what in memory, or tell it; see `store.remote_directory`.
+
+        Needs no pool map: then the first address that we were given is asked.
+
+        Raises:
+            PoolError: What it answered instead.
+            TransientError: It did not answer.
+        """
+        view = self._view
+        link = view.links[0] if view is not None else self._link(self._seeds[0])
+        answer, content = link.ask(request, payload, deadline_ns=deadline_ns)
+        return _raised(answer), content
+
     def update_map(self, pool_map: PoolMap, *, deadline_ns: int) -> bool:
         """Give all shards a newer map; whether shard 0, which decides, took it.
 

@@ -32,6 +32,7 @@ from millpond.store.metadata.checkpoint import (
     save_checkpoint,
 )
 from millpond.store.metadata.core import HOUR_S, MetadataCore, MetadataParams
+from millpond.store.metadata.directory import HostDirectory
 from millpond.store.metadata.map_holder import MapHolder
 from millpond.store.metadata.quotas import QuotaBook, TenantQuota
 from millpond.store.metadata.rebuild import IndexRebuild, commit_of
@@ -40,6 +41,11 @@ from millpond.store.net.framing import VERSION, Head
 from millpond.store.net.listener import Listener, guarded_thread, join_all
 from millpond.store.net.messages import (
     CancelRead,
+    DirectoryDrop,
+    DirectoryFind,
+    DirectoryJoin,
+    DirectoryLeave,
+    DirectoryPublish,
     Done,
     DropTenant,
     Failed,
@@ -122,6 +128,7 @@ class MetadataServer:
         self._was_clean = False
         self._lock = threading.Lock()
         self._core = self._restore()
+        self._directory = HostDirectory()
         self._stopping = threading.Event()
         hello = Hello(VERSION, name, token, self._boot)
         self._listener = Listener(address, hello, params.server, self._dispatch, self._on_failure)
@@ -203,6 +210,8 @@ class MetadataServer:
                 rebuild_left=self._rebuild.num_left,
                 counts=asdict(core.counts),
                 tenants=tuple((int(tenant), *kib) for tenant, kib in core.quotas.tenants().items()),
+                memory_hosts=self._directory.hosts,
+                num_places=self._directory.num_places,
             )
 
     # --- requests ----------------------------------------------------------------------------
@@ -222,6 +231,8 @@ class MetadataServer:
         match message:
             case Match():
                 return self._match(message, payload), b""
+            case DirectoryFind() | DirectoryPublish() | DirectoryDrop() | DirectoryJoin() | DirectoryLeave():
+                return self._directory.handle(message, payload, self._clock.monotonic_ns())
             case MapQuery():
                 return self._map_answer()
             case MapUpdate():
@@ -277,6 +288,7 @@ class MetadataServer:
     def _keep_up(self) -> None:
         while not self._stopping.wait(UPKEEP_S):
             now_ns = self._clock.monotonic_ns()
+            self._directory.tick(now_ns)
             with self._lock:
                 self._core.tick(now_ns, self._clock.unix_s())
                 is_changed = self._changes() != self._saved_counts

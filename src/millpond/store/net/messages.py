@@ -319,6 +319,10 @@ class MetadataStatus(Message, frozen=True, array_like=True):
     """Since the start, by name."""
     tenants: tuple[tuple[int, int, int], ...] = ()
     """(tenant, KiB used, KiB reserved)."""
+    memory_hosts: tuple[str, ...] = ()
+    """Hosts whose memory the directory knows."""
+    num_places: int = 0
+    """What it knows of them, dead entries included until they are swept."""
 
 
 class PeerRead(Message, frozen=True, array_like=True):
@@ -338,6 +342,62 @@ class PeerBlock(Message, frozen=True, array_like=True):
     generation: int
     checksum: int
     """xxh3_64, made when the block came into memory."""
+
+
+class DirectoryJoin(Message, frozen=True, array_like=True):
+    """A host keeps something in its memory, and lives. Said again every second or so.
+
+    Answer `Done`: 1 if the directory knows nothing of this life, and has to be told all that the host keeps.
+    """
+
+    kind: str
+    """`blocks`, or `states`: snapshots of window state, named by the last block before them."""
+    host: str
+    address: str
+    """`host:port` where others read it."""
+    epoch: int
+    """Of the host's life."""
+
+
+class DirectoryLeave(Message, frozen=True, array_like=True):
+    """The life of a host has ended, and with it all that the directory says of it. Answer `Done`."""
+
+    kind: str
+    host: str
+    epoch: int
+
+
+class DirectoryPublish(Message, frozen=True, array_like=True):
+    """A host keeps these. Payload: 28 bytes each: hash of the block, slot u32, generation u64, little-endian.
+
+    Answer `Done`: how many the directory names at this host now. What another host has already stays there.
+    `Failed` with `stale` if the host has not joined.
+    """
+
+    kind: str
+    host: str
+    epoch: int
+
+
+class DirectoryDrop(Message, frozen=True, array_like=True):
+    """A host does not keep these any more. Payload: 16-byte hashes. Answer `Done`: how many were there."""
+
+    kind: str
+    host: str
+    epoch: int
+
+
+class DirectoryFind(Message, frozen=True, array_like=True):
+    """Who keeps these? Payload: 16-byte hashes. Answer `DirectoryFound`."""
+
+    kind: str
+
+
+class DirectoryFound(Message, frozen=True, array_like=True):
+    """Payload: 16 bytes for each hash: index of the host i32 (-1: nobody), slot u32, generation u64."""
+
+    hosts: tuple[tuple[str, str, int], ...]
+    """(name, address, epoch)."""
 
 
 KINDS: dict[int, type[Message]] = dict(
@@ -376,6 +436,12 @@ KINDS: dict[int, type[Message]] = dict(
             MetadataStatus,
             PeerRead,
             PeerBlock,
+            DirectoryJoin,
+            DirectoryLeave,
+            DirectoryPublish,
+            DirectoryDrop,
+            DirectoryFind,
+            DirectoryFound,
         ),
         start=1,
     )
