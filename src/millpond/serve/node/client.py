@@ -20,9 +20,9 @@ from pathlib import Path
 
 import structlog
 
-from millpond.core.errors import DataError, StaleEpoch
+from millpond.core.errors import DataError
 from millpond.core.events import Loaded
-from millpond.core.hashing import BLOCK_HASH_BYTES, HashChain
+from millpond.core.hashing import HashChain
 from millpond.core.ids import RequestId
 from millpond.core.kv_layout import KvLayout
 from millpond.core.node_messages import (
@@ -37,14 +37,14 @@ from millpond.core.node_messages import (
     Put,
     PutClose,
     PutSlots,
-    Slot,
     SnapshotPut,
 )
 from millpond.core.plan import LoadStart
 from millpond.core.request import KvIdentity
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
+from millpond.serve.node.node_load import NodeLoad
 from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
-from millpond.store.dram_arena import DramArena, SlotRef
+from millpond.store.dram_arena import DramArena
 from millpond.store.stripe import Block
 
 PING_NS = 500 * MILLISECOND_NS
@@ -55,34 +55,6 @@ log = structlog.get_logger(__name__)
 
 Key = tuple[RequestId, int]
 """(request, attempt)."""
-
-
-@dataclass(slots=True, eq=False)
-class NodeLoad:
-    """A load that this rank asked for. Written by the client's thread only."""
-
-    request_id: RequestId
-    attempt: int
-    number: int
-    deadline_ns: int
-    digests: tuple[bytes, ...] = ()
-    """32 bytes per block that was asked for."""
-    is_answered: bool = False
-    """`Loaded` was posted."""
-    arena: DramArena | None = None
-    """Where its blocks are, once accepted; None again when the load is void."""
-    lane: int = -1
-    slots: tuple[Slot, ...] = ()
-    """Of the leading blocks that seem to be had."""
-    num_valid: int = -1
-    """Leading blocks that are there for good; -1 while rows may be on their way."""
-    state_position: int = -1
-    state: bytes = b""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more rows will come."""
-        return self.num_valid >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +88,7 @@ class ClientCounts:
     refused: Counter[str] = field(default_factory=Counter[str])
     """Loads of which nothing will come, by reason."""
     voided: int = 0
-    """Loads that broke because the daemon was gone."""
+    """Loads that were held when the daemon was gone."""
     puts: int = 0
     """Blocks handed over."""
     puts_lost: int = 0
@@ -185,7 +157,7 @@ class NodeClient:
         self.end(*key)
         with self._lock:
             self._num_loads += 1
-            load = NodeLoad(*key, self._num_loads, deadline_ns)
+            load = NodeLoad(*key, self._num_loads, self._layout, deadline_ns)
             self._loads[key] = self._by_number[load.number] = load
         self._orders.post((load, order))
 
@@ -201,38 +173,6 @@ class NodeClient:
     def load_of(self, request_id: RequestId, attempt: int) -> NodeLoad | None:
         """A load that was ordered and not ended."""
         return self._loads.get((request_id, attempt))
-
-    def rows_ready(self, request_id: RequestId, attempt: int, row: int) -> int:
-        """Leading blocks of a load whose row `row` can be read now; grows until the load `is_over`."""
-        load = self._loads.get((request_id, attempt))
-        if load is None:
-            return 0
-        if load.is_over:
-            return load.num_valid
-        arena = load.arena
-        if arena is None:
-            return 0
-        try:
-            return min(arena.rows_ready(load.lane, row), len(load.slots))
-        except StaleEpoch:  # our lease is over, and we do not know yet
-            return 0
-
-    def num_intact(self, load: NodeLoad, begin: int, end: int) -> int:
-        """Check blocks `[begin, end)` of a load: up to which one every slot still is that block's.
-
-        To be asked before and after rows that were ready are copied: what lies before the smaller answer is
-        right.
-        """
-        arena = load.arena
-        if arena is None:
-            return begin
-        end = min(end, len(load.slots))
-        for index in range(begin, end):
-            if not arena.is_filling_or_holds(
-                SlotRef(*load.slots[index]), load.digests[index][:BLOCK_HASH_BYTES]
-            ):
-                return index
-        return end
 
     # --- puts --------------------------------------------------------------------------------
 
@@ -332,8 +272,8 @@ class NodeClient:
                     self._refuse(load, message.reason)
             case LoadDone():
                 load = self._by_number.get(message.number)
-                if load is not None and load.arena is not None:
-                    load.num_valid = min(message.num_blocks, len(load.slots))
+                if load is not None and load.is_held:
+                    load.finish(message.num_blocks)
             case PutSlots():
                 self._on_slots(message)
             case _:
@@ -354,10 +294,7 @@ class NodeClient:
         load = self._by_number.get(message.number)
         if load is None or load.is_answered or self._arena is None:
             return  # given back meanwhile: the daemon has been told, or will be
-        load.lane = message.lane
-        load.slots = message.slots[: len(load.digests)]
-        load.state_position, load.state = message.state_position, message.state
-        load.arena = self._arena
+        load.accept(self._arena, message)
         self._answer(load, len(load.slots) * BLOCK_TOKENS, message.state_position)
 
     def _on_slots(self, message: PutSlots) -> None:
@@ -476,7 +413,7 @@ class NodeClient:
         return max(due_ns - now_ns, MILLISECOND_NS) / SECOND_NS
 
     def _refuse(self, load: NodeLoad, reason: str) -> None:
-        load.num_valid = 0
+        load.void()
         if not load.is_answered:
             self.counts.refused[reason] += 1
             self._answer(load, 0, -1)
@@ -492,6 +429,5 @@ class NodeClient:
             self._free.clear()
         self._told.clear()
         for load in self._by_number.copy().values():
-            self.counts.voided += load.arena is not None and not load.is_over
-            load.arena = None
+            self.counts.voided += load.is_held
             self._refuse(load, reason)
