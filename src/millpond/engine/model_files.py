@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -154,12 +155,21 @@ def _file_digest(path: Path, stamp: tuple[int, int, int]) -> bytes:
     return digest.digest()
 
 
-def model_fingerprint(files: ModelFiles) -> bytes:
+def file_digest(path: Path) -> bytes:
+    """SHA-256 of a file, cached in this process by (size, mtime, inode)."""
+    return _file_digest(path, _stamp(path))
+
+
+def model_fingerprint(files: ModelFiles, digest_of: Callable[[Path], bytes] = file_digest) -> bytes:
     """Digest what the model is: its config and the content of its weight files.
 
     SHA-256 over lp(canonical config JSON), then for each weight file in name order lp(name), u64 size,
     SHA-256 of its bytes; lp(value) = u32 length + bytes, little-endian. For GGUF the config is the
-    `LlamaConfig` record. File digests are cached by (size, mtime, inode).
+    `LlamaConfig` record.
+
+    Args:
+        files: The model's files.
+        digest_of: SHA-256 of a file, which may be a remembered one.
 
     Source:
         interfaces A.1.
@@ -171,8 +181,7 @@ def model_fingerprint(files: ModelFiles) -> bytes:
     text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(struct.pack("<I", len(text)) + text)
     for path in sorted(files.weight_files, key=lambda file: file.name):
-        stamp = _stamp(path)
         name = path.name.encode()
-        digest.update(struct.pack("<I", len(name)) + name + struct.pack("<Q", stamp[0]))
-        digest.update(_file_digest(path, stamp))
+        digest.update(struct.pack("<I", len(name)) + name + struct.pack("<Q", path.stat().st_size))
+        digest.update(digest_of(path))
     return digest.digest()

@@ -134,7 +134,7 @@ class RemoteDirectory:
             log.info("directory not told that we leave", code=error.code)
 
     def find(self, hashes: bytes) -> list[DramPlace | None]:
-        """Where blocks are, in the order of their hashes (16 bytes each); nowhere without an answer in time."""
+        """Where blocks are, in the order of their hashes (16 bytes each); nowhere if nobody answers."""
         if not hashes:
             return []
         self.counts.finds += 1

@@ -28,7 +28,7 @@ from millpond.store.net.messages import (
     Failed,
 )
 from millpond.store.remote_directory import RemoteDirectory, find_places
-from tests.unit.store.metadata.names import digests, hashes
+from tests.unit.store.metadata.names import digests
 from tests.unit.store.metadata.shards import TOKEN, Shards, shards, stop, wait_until
 from tests.unit.store.net.peers import within
 
