@@ -129,11 +129,16 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture
 def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    """Return a function that starts a service from TOML text; stop all and check at the end."""
+    """Return a function that starts a service from TOML text; stop all and check at the end.
+
+    Only where a test asks for it there is a KV pool: its processes take seconds to start.
+    """
     services: list[Service] = []
     folders: list[Path] = []
 
-    def start(toml: str = "", *arguments: str) -> Service:
+    def start(
+        toml: str = "", *arguments: str, has_pool: bool = False, state_dir: Path | None = None
+    ) -> Service:
         # Socket paths are limited to 107 bytes, which pytest's own folders may exceed.
         run_dir = Path(tempfile.mkdtemp(prefix="mp-"))
         shm_dir = Path(tempfile.mkdtemp(prefix="mp-", dir=SHM))
@@ -143,7 +148,8 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         config_file.write_text(toml)
         settings = (
             f"supervise.run_dir={run_dir / 'run'}",
-            f"supervise.state_dir={run_dir / 'state'}",
+            f"supervise.state_dir={state_dir or run_dir / 'state'}",
+            f"pool.enabled={str(has_pool).lower()}",
             "supervise.pin_cores=false",
             f"transfer.shm_dir={shm_dir}",
             f"gateway.port={port}",

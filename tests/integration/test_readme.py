@@ -30,7 +30,7 @@ def run(command: list[str], text: str | None = None) -> str:
 
 @pytest.mark.timeout(600)  # a whole service with a real model, on cores that others may keep busy
 def test_every_example_of_the_readme_works_as_printed(start_service: Callable[..., Service]):
-    service = start_service()
+    service = start_service(has_pool=True)
 
     def on_this_port(example: str) -> str:
         return example.replace("http://127.0.0.1:8000", service.url)

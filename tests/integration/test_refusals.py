@@ -28,7 +28,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def check_refusal(run_dir: Path, model: str, *arguments: str, words: tuple[str, ...]) -> str:
     """Serve what cannot be served; returns standard error."""
     command = [sys.executable, "-m", "millpond.cli.main", "serve", model, "--port", "0"]
-    command += ["--set", f"supervise.run_dir={run_dir}", *arguments]
+    command += ["--set", f"supervise.run_dir={run_dir}", "--set", "pool.enabled=false", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -24,6 +24,12 @@ def serve(
         Path | None,
         typer.Option("--journal", help="Record every decision in this folder for `millpond sim replay`."),
     ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--state-dir", help="Folder of what outlives a restart, such as the KV pool; default: XDG's."
+        ),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; default: loopback.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port of the API; default: 8000.")
@@ -32,14 +38,25 @@ def serve(
     """Run the whole service: gateway, controller, prefill and decode workers."""
     from millpond.config.load import load_config
 
-    given = (("engine.model", model), ("gateway.host", host), ("gateway.port", port))
+    given = (
+        ("engine.model", model),
+        ("gateway.host", host),
+        ("gateway.port", port),
+        ("supervise.state_dir", str(state_dir) if state_dir else None),
+    )
     flags = [f"{path}={json.dumps(value)}" for path, value in given if value is not None]
     loaded = load_config(config, [*flags, *(overrides or [])])
     # Only now: a mistake in the config should not wait for the imports.
+    from millpond.serve.pool_processes import describe_pool, fit_disk
     from millpond.serve.preflight import check_before_start
-
-    check_before_start(loaded.config, journal)
     from millpond.serve.run import serve as run_service
 
-    typer.echo(f"starting {loaded.config.engine.model}, config {loaded.config.digest[:12]}", err=True)
-    run_service(loaded.config, journal, lambda url: typer.echo(f"ready at {url}/v1", err=True))
+    service = loaded.config
+    check_before_start(service, journal)
+    if service.pool.enabled:
+        service, warning = fit_disk(service)
+        if warning:
+            typer.echo(f"warning: {warning}", err=True)
+    typer.echo(f"starting {service.engine.model}, config {service.digest[:12]}", err=True)
+    typer.echo(describe_pool(service), err=True)
+    run_service(service, journal, lambda url: typer.echo(f"ready at {url}/v1", err=True))

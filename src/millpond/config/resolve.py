@@ -9,8 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 from millpond.config.gateway_params import MAX_EFFORT
+from millpond.config.pool_description import describe_pool
 from millpond.config.sections import Config
 from millpond.config.serve_params import SuperviseParams
+from millpond.config.topology import StorageSpec
 from millpond.control.group_scheduler import GroupRole
 from millpond.core.errors import ConfigError
 from millpond.core.units import GIB, KIB, MIB
@@ -33,7 +35,7 @@ def resolve(config: Config) -> Config:
     _check_choices(config)
     _check_numbers(config)
     _check_sizes(config)
-    return dataclasses.replace(config, supervise=_place_folders(config))
+    return dataclasses.replace(config, storage=_place_storage(config), supervise=_place_folders(config))
 
 
 def _check_names(config: Config) -> None:
@@ -56,7 +58,7 @@ def _check_names(config: Config) -> None:
     known = {host.name for host in config.hosts}
     for path, name in (
         *((f"group[{i}].hosts", name) for i, group in enumerate(config.groups) for name in group.hosts),
-        *((f"storage[{i}].host", node.host) for i, node in enumerate(config.storage)),
+        *((f"storage[{i}].host", node.host) for i, node in enumerate(config.storage) if node.host),
         *((f"link[{i}].a", link.a) for i, link in enumerate(config.links)),
     ):
         if name not in known:
@@ -83,10 +85,6 @@ def _check_groups(config: Config) -> None:
             raise ConfigError(
                 f"group[{index}].hosts = []: name at least one host", param=f"group[{index}].hosts"
             )
-    if config.storage:
-        raise ConfigError(
-            "storage: this version has no KV pool yet; remove the [[storage]] tables", param="storage"
-        )
 
 
 def _check_gateway(config: Config) -> None:
@@ -168,11 +166,25 @@ def _check_sizes(config: Config) -> None:
             raise ConfigError(f"{path} = {value}: must be from {least} to {most}", param=path)
 
 
+def _place_storage(config: Config) -> tuple[StorageSpec, ...]:
+    """The storage nodes, each on a host; none without a pool."""
+    if not config.pool.enabled:
+        return ()
+    flush_s, stop_s = config.node.flush_s, config.supervise.pool_stop_s
+    if stop_s <= flush_s:
+        raise ConfigError(
+            f"supervise.pool_stop_s = {stop_s}: must be longer than node.flush_s = {flush_s}, or what is"
+            " written at the end is cut off",
+            param="supervise.pool_stop_s",
+        )
+    return describe_pool(config.hosts, config.storage, config.pool).storage
+
+
 def _place_folders(config: Config) -> SuperviseParams:
     supervise = config.supervise
     run_name = f"millpond-{os.getuid()}-{config.gateway.port or f'pid{os.getpid()}'}"
     run_dir = supervise.run_dir or str(Path(tempfile.gettempdir()) / run_name)
-    state_dir = supervise.state_dir or str(Path.home() / ".local" / "state" / "millpond")
+    state_dir = supervise.state_dir or str(_state_home() / "millpond")
     run_dir, state_dir = (os.path.abspath(os.path.expanduser(path)) for path in (run_dir, state_dir))
     if len(run_dir) > MAX_RUN_DIR_CHARS:
         raise ConfigError(
@@ -181,3 +193,9 @@ def _place_folders(config: Config) -> SuperviseParams:
             param="supervise.run_dir",
         )
     return dataclasses.replace(supervise, run_dir=run_dir, state_dir=state_dir)
+
+
+def _state_home() -> Path:
+    """Where the user's programs keep what outlives them (XDG base directories)."""
+    given = os.environ.get("XDG_STATE_HOME", "")  # noqa: TID251 - the standard's name for it, not a setting
+    return Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"

@@ -11,12 +11,15 @@ import msgspec
 
 from millpond.config.engine_params import EngineParams
 from millpond.config.gateway_params import GatewayParams, TenantParams
+from millpond.config.node_params import NodeParams
+from millpond.config.pool_params import PoolPlacementParams
 from millpond.config.serve_params import SuperviseParams
 from millpond.config.sim_params import SimCostParams, SimRankParams
 from millpond.config.synthetic_params import SyntheticParams
 from millpond.config.topology import (
     DEFAULT_GROUPS,
     DEFAULT_HOSTS,
+    DEFAULT_STORAGE,
     GroupSpec,
     HostSpec,
     LinkSpec,
@@ -59,6 +62,8 @@ class Config:
     transfer: TransferParams = field(default_factory=TransferParams)
     prefill: PrefillParams = field(default_factory=PrefillParams)
     decode: DecodeParams = field(default_factory=DecodeParams)
+    pool: PoolPlacementParams = field(default_factory=PoolPlacementParams)
+    node: NodeParams = field(default_factory=NodeParams)
     snapshot: SnapshotParams = field(default_factory=SnapshotParams)
     mixed: StepVoteParams = field(default_factory=StepVoteParams)
     dispatch: DispatchParams = field(default_factory=DispatchParams)
@@ -67,7 +72,7 @@ class Config:
     sim_rank: SimRankParams = field(default_factory=SimRankParams)
     hosts: tuple[HostSpec, ...] = DEFAULT_HOSTS
     groups: tuple[GroupSpec, ...] = DEFAULT_GROUPS
-    storage: tuple[StorageSpec, ...] = ()
+    storage: tuple[StorageSpec, ...] = DEFAULT_STORAGE
     links: tuple[LinkSpec, ...] = ()
     tenants: tuple[TenantParams, ...] = ()
 

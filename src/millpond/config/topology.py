@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.control.group_scheduler import GroupRole
-from millpond.core.units import GIB
+from millpond.core.units import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class HostSpec:
     """Address of the network to the storage."""
     cnic: str = "127.0.0.1"
     """Address of the network between workers; KV is handed over on it."""
-    arena: int = 1 * GIB
-    """Bytes of shared memory for KV on this host."""
-    dram: int = 1 * GIB
+    arena: int = 128 * MIB
+    """Bytes of shared memory for KV on its way to and from the engines of this host."""
+    dram: int = 384 * MIB
     """Bytes of memory for cached blocks on this host."""
 
 
@@ -48,8 +48,8 @@ class StorageSpec:
 
     name: str
     """How it appears in logs and metrics."""
-    host: str
-    """Host it runs on."""
+    host: str = ""
+    """Host it runs on. Empty: the first one."""
     targets: int = 12
     """Directories or disks it serves."""
     capacity: int = 8 * GIB
@@ -71,3 +71,5 @@ class LinkSpec:
 DEFAULT_HOSTS = (HostSpec("h0"),)
 DEFAULT_GROUPS = (GroupSpec("p0", GroupRole.PREFILL), GroupSpec("d0", GroupRole.DECODE))
 """One prefill and one decode process on this machine."""
+DEFAULT_STORAGE = (StorageSpec("s0"),)
+"""One storage node with twelve folders, 8 GiB in all."""

@@ -45,24 +45,27 @@ class ProcessSpec:
     """What the supervisor starts. Travels on the command line."""
 
     role: str
-    """`gateway`, `controller` or `rank`."""
+    """`gateway`, `controller`, `rank`, `node` (daemon of a host), `storage` or `metadata`."""
     run_dir: Path
     incarnation: int
     """Start time in ns: larger after each restart, also across supervisors."""
     group: str = ""
+    """Of a rank; of other roles that there are several of, the name in the config."""
     rank: int = 0
     journal: Path | None = None
 
     @property
     def name(self) -> str:
         """Name in logs and status."""
-        return f"{self.group}-{self.rank}" if self.role == "rank" else self.role
+        if self.role == "rank":
+            return f"{self.group}-{self.rank}"
+        return f"{self.role}-{self.group}" if self.group else self.role
 
     def arguments(self) -> list[str]:
         """Command line that runs it."""
         command = [sys.executable, "-m", "millpond.cli.main", "process", self.role]
         command += ["--run-dir", str(self.run_dir), "--incarnation", str(self.incarnation)]
-        if self.role == "rank":
+        if self.group:
             command += ["--group", self.group, "--rank", str(self.rank)]
         if self.journal is not None:
             command += ["--journal", str(self.journal)]
@@ -90,6 +93,11 @@ def _run_role(spec: ProcessSpec, folder: RunFolder, config: Config) -> None:
         from millpond.serve.gateway.process import run_gateway  # noqa: PLC0415 - loads the HTTP stack
 
         run_gateway(config, folder)
+        return
+    if spec.role in {"storage", "metadata"}:
+        from millpond.serve.pool_parts import run_shard, run_storage  # noqa: PLC0415 - loads numpy
+
+        (run_storage if spec.role == "storage" else run_shard)(config, spec.group)
         return
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
 from millpond.config.sections import Config
 from millpond.serve.logs import configure_logging
+from millpond.serve.pool_processes import pool_folder, prepare_pool
 from millpond.serve.run_folder import make_run_folder, remove_run_folder
 from millpond.serve.supervisor import Supervisor
 
@@ -32,15 +34,18 @@ def serve(config: Config, journal: Path | None, on_ready: Callable[[str], None])
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    folder = make_run_folder(config)
-    try:
+    with ExitStack() as stack:
+        if config.pool.enabled:
+            stack.enter_context(pool_folder(config).claimed())
+        folder = make_run_folder(config)
+        stack.callback(remove_run_folder, folder)
+        if config.pool.enabled:
+            prepare_pool(config, folder)
         supervisor = Supervisor(config, folder, journal)
         url = f"http://{config.gateway.host}:{config.gateway.port}"
         watcher = threading.Thread(target=_wait_ready, args=(url, stopping, on_ready), daemon=True)
         supervisor.run(stopping.is_set, watcher.start)
         watcher.join()
-    finally:
-        remove_run_folder(folder)
 
 
 def _wait_ready(url: str, stopping: threading.Event, on_ready: Callable[[str], None]) -> None:

@@ -7,6 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from millpond.config.sections import Config, from_json, to_json
 from millpond.core.errors import ConfigError
 from millpond.core.ids import GatewayId, GroupId
@@ -14,6 +16,17 @@ from millpond.serve.keys import ClusterKeys, load_keys, make_keys, make_private_
 
 CONTROLLER_SOCKET = "control.sock"
 GATEWAY = GatewayId("gw0")
+POOL_FOLDER = "pool"
+"""Name of the KV pool's folder within the state folder."""
+
+
+class PoolAccess(msgspec.Struct, frozen=True):
+    """How a client of this service's KV pool finds it."""
+
+    metadata: tuple[str, ...]
+    """`host:port` of all metadata shards."""
+    token: str
+    """Cluster token of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,11 @@ class RunFolder:
     def pid_file(self) -> Path:
         """Process id of the supervisor."""
         return self.path / "supervisor.pid"
+
+    @property
+    def pool_file(self) -> Path:
+        """`PoolAccess` as JSON; absent without a pool."""
+        return self.path / "pool.json"
 
     def reason_file(self, process: str) -> Path:
         """Where a process that cannot start leaves its reason for the supervisor."""
@@ -60,6 +78,17 @@ class RunFolder:
     def load_config(self) -> Config:
         """Read the config that the supervisor wrote."""
         return from_json(self.config_file.read_bytes())
+
+    def write_pool_access(self, access: PoolAccess) -> None:
+        """Tell the processes of this service where its pool is."""
+        _write_private(self.pool_file, msgspec.json.encode(access))
+
+    def load_pool_access(self) -> PoolAccess | None:
+        """Where the pool is; None if the service has none."""
+        try:
+            return msgspec.json.decode(self.pool_file.read_bytes(), type=PoolAccess)
+        except FileNotFoundError:
+            return None
 
     def load_keys(self) -> ClusterKeys:
         """Read the cluster's secrets."""

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -22,9 +21,10 @@ from millpond.core.events import GatewayDown, GroupDown
 from millpond.core.ids import GroupId
 from millpond.core.plan import RestartGroup
 from millpond.core.units import SECOND_NS
-from millpond.serve.process import EXIT_CONFIG, ProcessSpec
+from millpond.serve.process import EXIT_CONFIG
 from millpond.serve.rpc import Dealer, Network, wait_any
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
+from millpond.serve.units import Stage, Unit, make_units
 
 LONG_LIFE_NS = 60 * SECOND_NS
 """A unit that lived this long is restarted without extra delay."""
@@ -33,35 +33,13 @@ POLL_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Unit:
-    """Processes that live and die together: one gateway, one controller, or all ranks of a group."""
-
-    name: str
-    make_specs: Callable[[int], list[ProcessSpec]]
-    cores: list[frozenset[int] | None]
-    """Per process, the cores it is pinned to."""
-    threads: int = 1
-    incarnation: int = 0
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
-    pidfds: list[int] = field(default_factory=list[int])
-    started_ns: int = 0
-    restart_at_ns: int | None = None
-    delay_s: float = 0.0
-    num_restarts: int = 0
-
-    def poll_items(self) -> tuple[int, ...]:
-        """What `wait_any` watches: a pidfd becomes readable when its process ends."""
-        return tuple(self.pidfds)
-
-
 class Supervisor:
     """Owner of the child processes of one host."""
 
     def __init__(self, config: Config, folder: RunFolder, journal: Path | None) -> None:
         self._config = config
         self._folder = folder
-        self._units = self._make_units(journal)
+        self._units = make_units(config, folder.path, journal)
         self._network = Network(folder.load_keys())
         self._controller: Dealer | None = None
         self._unreported: list[object] = []
@@ -115,13 +93,15 @@ class Supervisor:
     def _kill(self, order: RestartGroup) -> None:
         """Kill a silent group, unless it was restarted since. Its death is then noticed like any other."""
         for unit in self._units:
-            if unit.name == order.group and unit.incarnation == order.incarnation:
+            if unit.is_group and unit.name == order.group and unit.incarnation == order.incarnation:
                 for process in unit.processes:
                     process.kill()
 
-    def _on_death(self, unit: _Unit, dead: subprocess.Popen[bytes]) -> None:
+    def _on_death(self, unit: Unit, dead: subprocess.Popen[bytes]) -> None:
         log.warning("process.died", unit=unit.name, pid=dead.pid, status=dead.returncode)
-        if dead.returncode == EXIT_CONFIG:
+        # The pool is not worth the service: what it refuses after a restart, such as a port that is taken
+        # meanwhile, is tried again.
+        if dead.returncode == EXIT_CONFIG and (unit.stage < Stage.NODE or not unit.num_restarts):
             self._fatal = self._reason(unit, dead)
         for process in unit.processes:
             if process.poll() is None:
@@ -129,7 +109,7 @@ class Supervisor:
         self._reap(unit)
         if unit.name == "gateway":
             self._unreported.append(GatewayDown(GATEWAY))
-        elif unit.name != "controller":
+        elif unit.is_group:
             why = f"process {dead.pid} ended with status {dead.returncode}"
             self._unreported.append(GroupDown(GroupId(unit.name), unit.incarnation, why))
         params = self._config.supervise
@@ -141,7 +121,7 @@ class Supervisor:
         unit.num_restarts += 1
         unit.restart_at_ns = time.monotonic_ns() + int(delay_s * SECOND_NS)
 
-    def _reason(self, unit: _Unit, dead: subprocess.Popen[bytes]) -> str:
+    def _reason(self, unit: Unit, dead: subprocess.Popen[bytes]) -> str:
         """What a process said before it ended with `EXIT_CONFIG`."""
         name = unit.make_specs(unit.incarnation)[unit.processes.index(dead)].name
         try:
@@ -149,7 +129,7 @@ class Supervisor:
         except FileNotFoundError:
             return f"{name} cannot start and left no reason"  # for example, its command line was refused
 
-    def _start(self, unit: _Unit) -> None:
+    def _start(self, unit: Unit) -> None:
         unit.incarnation = max(time.time_ns(), unit.incarnation + 1)
         unit.started_ns = time.monotonic_ns()
         threads = str(unit.threads)
@@ -160,14 +140,22 @@ class Supervisor:
             "MKL_NUM_THREADS": threads,
         }
         for spec, cores in zip(unit.make_specs(unit.incarnation), unit.cores, strict=True):
-            process = subprocess.Popen(spec.arguments(), env=environment, stdin=subprocess.DEVNULL)
+            # A process group of its own: Ctrl-C on a terminal reaches the supervisor alone, which then stops
+            # them in order. Standard output says nothing.
+            process = subprocess.Popen(
+                spec.arguments(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+            )
             if cores:
                 os.sched_setaffinity(process.pid, cores)
             unit.processes.append(process)
             unit.pidfds.append(os.pidfd_open(process.pid))
             log.info("process.started", name=spec.name, pid=process.pid, cores=sorted(cores or ()))
 
-    def _reap(self, unit: _Unit) -> None:
+    def _reap(self, unit: Unit) -> None:
         for process in unit.processes:
             process.wait()
         for pidfd in unit.pidfds:
@@ -176,26 +164,31 @@ class Supervisor:
         unit.pidfds.clear()
 
     def drain(self) -> None:
-        """Let the gateway finish its streams, then stop the rest; kill what is left at the deadline."""
-        until_ns = time.monotonic_ns() + int(self._config.supervise.drain_s * SECOND_NS)
-        gateway_first = sorted(self._units, key=lambda unit: unit.name != "gateway")
-        for unit in gateway_first:
-            for process in unit.processes:
-                process.send_signal(signal.SIGTERM)
-            if unit.name == "gateway":
+        """Stop stage after stage: streams end, workers, then what they computed is written.
+
+        What is left at a stage's deadline is killed.
+        """
+        params = self._config.supervise
+        until_ns = time.monotonic_ns() + int(params.drain_s * SECOND_NS)
+        for stage in Stage:
+            if stage is Stage.NODE:
+                until_ns = time.monotonic_ns() + int(params.pool_stop_s * SECOND_NS)
+            units = [unit for unit in self._units if unit.stage is stage]
+            for unit in units:
+                for process in unit.processes:
+                    process.send_signal(signal.SIGTERM)
+            for unit in units:
                 self._wait(unit, until_ns)
-        for unit in self._units:
-            self._wait(unit, until_ns)
         if self._controller is not None:
             self._controller.close()
         self._network.close()
 
-    def _wait(self, unit: _Unit, until_ns: int) -> None:
+    def _wait(self, unit: Unit, until_ns: int) -> None:
         for process in unit.processes:
             try:
                 process.wait(max(until_ns - time.monotonic_ns(), 0) / SECOND_NS)
             except subprocess.TimeoutExpired:
-                log.warning("process.killed", unit=unit.name, pid=process.pid, why="drain_s is over")
+                log.warning("process.killed", unit=unit.name, pid=process.pid, why="its time to stop is over")
                 process.kill()
         self._reap(unit)
 
@@ -204,42 +197,3 @@ class Supervisor:
     def pids(self) -> dict[str, list[int]]:
         """Return the process ids of each unit."""
         return {unit.name: [process.pid for process in unit.processes] for unit in self._units}
-
-    # --- layout ------------------------------------------------------------------------------
-
-    def _make_units(self, journal: Path | None) -> list[_Unit]:
-        run_dir = self._folder.path
-
-        def single(role: str) -> Callable[[int], list[ProcessSpec]]:
-            return lambda incarnation: [ProcessSpec(role, run_dir, incarnation, journal=journal)]
-
-        def ranks(group: str, num_ranks: int) -> Callable[[int], list[ProcessSpec]]:
-            return lambda incarnation: [
-                ProcessSpec("rank", run_dir, incarnation, group, rank, journal) for rank in range(num_ranks)
-            ]
-
-        cores = _assign_cores(self._config)
-        return [
-            _Unit("controller", single("controller"), [None]),
-            _Unit("gateway", single("gateway"), [None]),
-            *(
-                _Unit(group.name, ranks(group.name, group.ranks), cores[group.name], group.threads_per_rank)
-                for group in self._config.groups
-            ),
-        ]
-
-
-def _assign_cores(config: Config) -> dict[str, list[frozenset[int] | None]]:
-    """Give each engine process cores of its own, if there are enough for all of them."""
-    available = sorted(os.sched_getaffinity(0))
-    wanted = sum(group.ranks * group.threads_per_rank for group in config.groups)
-    assigned: dict[str, list[frozenset[int] | None]] = {}
-    for group in config.groups:
-        assigned[group.name] = []
-        for _ in range(group.ranks):
-            if not config.supervise.pin_cores or wanted > len(os.sched_getaffinity(0)):
-                assigned[group.name].append(None)
-                continue
-            assigned[group.name].append(frozenset(available[: group.threads_per_rank]))
-            available = available[group.threads_per_rank :]
-    return assigned

@@ -9,21 +9,15 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
-from millpond.config.pool_description import GroupKind, PoolDescription
-from millpond.core.errors import ConfigError, TransientError
-from millpond.core.extents import NodeId
-from millpond.core.pool_map import PlacementEpoch, PoolMap, StorageNodeInfo
+from millpond.config.pool_description import PoolDescription
 from millpond.core.units import SECOND_NS
-from millpond.policies.stripe_placement import make_epoch
 from millpond.store.child_process import ChildProcess
 from millpond.store.metadata.client import MetadataClient
+from millpond.store.pool_folder import PoolFolder
 
 READY_S = 60
 
@@ -56,27 +50,21 @@ class LocalPool:
     ) -> None:
         self.description = description
         self.token = token
-        self._folder = folder
+        self.folder = PoolFolder(folder)
         self._options = {"metadata": tuple(metadata_options), "storage-node": tuple(storage_options)}
         self.processes: dict[str, ChildProcess] = {}
         """By name: `s0` ... as described, `m0` ... the metadata shards."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._address_file = folder / "addresses.json"
-        self.addresses: dict[str, str] = _read_addresses(self._address_file)
-        """The same over restarts: metadata shards are told apart by them."""
-        self._token_file = folder / "token"
-        self._token_file.write_text(token)
+        self.addresses = self.folder.prepare(
+            description, token=token, reads_locally=reads_locally, loopback=True
+        )
         self.metadata: MetadataClient | None = None
         try:
-            names = [node.name for node in description.storage]
-            names += [f"m{index}" for index in range(description.placement.metadata_shards)]
+            names = [*(node.name for node in description.storage), *description.shard_names]
             for name in names:
                 self._launch(name)
             self._await(names)
-            self._address_file.write_bytes(msgspec.json.encode(self.addresses))
-            shards = self.metadata_addresses
-            self.metadata = MetadataClient(shards, name="local pool", token=token)
-            self._publish(self.metadata, shards, reads_locally)
+            self.metadata = MetadataClient(self.metadata_addresses, name="local pool", token=token)
         except BaseException:
             self.kill()
             raise
@@ -84,8 +72,7 @@ class LocalPool:
     @property
     def metadata_addresses(self) -> tuple[str, ...]:
         """Of all metadata shards: what a `MetadataClient` needs."""
-        count = self.description.placement.metadata_shards
-        return tuple(self.addresses[f"m{index}"] for index in range(count))
+        return tuple(self.addresses[name] for name in self.description.shard_names)
 
     def __enter__(self) -> Self:
         return self
@@ -128,65 +115,20 @@ class LocalPool:
         for process in self.processes.values():
             process.wait(READY_S)
 
-    def _is_metadata(self, name: str) -> bool:
-        return name not in {node.name for node in self.description.storage}
-
     def _launch(self, name: str) -> None:
-        command = "metadata" if self._is_metadata(name) else "storage-node"
-        arguments = [command, "--name", name, "--token-file", str(self._token_file)]
-        arguments += ["--listen", self.addresses.get(name, "127.0.0.1:0")]
-        if command == "metadata":
-            arguments += ["--data", str(self._folder / name)]
+        is_metadata = name in self.description.shard_names
+        command = "metadata" if is_metadata else "storage-node"
+        arguments = [command, "--name", name, "--token-file", str(self.folder.token_file)]
+        arguments += ["--listen", self.addresses[name]]
+        if is_metadata:
+            arguments += ["--data", str(self.folder.data(name)), "--map", str(self.folder.map_file)]
         else:
             spec = next(node for node in self.description.storage if node.name == name)
-            for index in range(spec.targets):
-                size = spec.capacity // spec.targets
-                arguments += ["--target", f"{self._folder / name / f't{index}'}:{size} B"]
+            for target in self.folder.targets(spec):
+                arguments += ["--target", f"{target.path}:{target.capacity_bytes} B"]
         self.processes[name] = ChildProcess([*arguments, *self._options[command]], name)
 
     def _await(self, names: Sequence[str]) -> None:
         deadline_ns = time.monotonic_ns() + READY_S * SECOND_NS
         for name in names:
-            self.addresses[name] = self.processes[name].wait_address(deadline_ns)
-
-    def _publish(self, metadata: MetadataClient, shards: tuple[str, ...], reads_locally: bool) -> None:
-        """Give the shards the map; one that they saved stays, under the addresses of today."""
-        deadline_ns = time.monotonic_ns() + READY_S * SECOND_NS
-        nodes = tuple(
-            StorageNodeInfo(
-                NodeId(node.name),
-                self.addresses[node.name],
-                path=str(self._folder / node.name) if reads_locally else "",
-            )
-            for node in self.description.storage
-        )
-        try:
-            saved = metadata.pool_map(deadline_ns=deadline_ns)
-            fresh = replace(saved, version=saved.version + 1, nodes=nodes, metadata=shards)
-        except TransientError:
-            epoch = first_epoch(self.description, nodes)
-            fresh = PoolMap(1, nodes, (epoch,), shards)
-        if not metadata.update_map(fresh, deadline_ns=deadline_ns):
-            raise ConfigError("the metadata shards have a newer map than this pool")
-
-
-def _read_addresses(path: Path) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except FileNotFoundError:
-        return {}
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def first_epoch(description: PoolDescription, nodes: Sequence[StorageNodeInfo]) -> PlacementEpoch:
-    """Placement of a new pool.
-
-    Raises:
-        InvalidRequest: The nodes do not fit the code.
-    """
-    placement = description.placement
-    if placement.groups is GroupKind.HOST:
-        names = tuple(node.node for node in nodes)
-        return PlacementEpoch(0, 1, 0, names, tuple((point,) for point in range(len(names))))
-    return make_epoch(0, nodes, placement.data_shards, placement.parity_shards, allow_shared=True)
+            self.processes[name].wait_address(deadline_ns)

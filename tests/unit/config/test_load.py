@@ -92,6 +92,26 @@ def test_overrides_reach_into_default_tables():
     assert config.host("h0").dram == 1 << 20
 
 
+def test_by_default_there_is_a_pool_of_one_node_on_the_first_host(tmp_path: Path):
+    config = load_config(None, ["storage.s0.capacity=1 GiB"]).config
+    assert [(node.name, node.host, node.targets) for node in config.storage] == [("s0", "h0", 12)]
+    assert config.storage[0].capacity == 1 << 30
+    path = tmp_path / "named.toml"
+    path.write_text("[[host]]\nname = 'left'\n[[group]]\nname = 'm'\nrole = 'mixed'\nhosts = ['left']\n")
+    assert load_config(path).config.storage[0].host == "left"
+    assert load_config(None, ["pool.enabled=false"]).config.storage == ()
+
+
+def test_state_lies_in_the_users_state_home(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert load_config().config.supervise.state_dir == "/home/someone/.local/state/millpond"
+    monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
+    assert load_config().config.supervise.state_dir == "/var/state/millpond"
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    assert load_config().config.supervise.state_dir == "/home/someone/.local/state/millpond"
+
+
 def test_records_within_records_are_tables_within_tables(tmp_path: Path):
     path = tmp_path / "nested.toml"
     path.write_text("[dispatch.place]\nslack_ratio = 0.5\n")
@@ -174,7 +194,18 @@ def test_the_digest_tells_configs_apart():
         ("[[group]]\nname = 'x/y'\nrole = 'mixed'", "group[0].name = 'x/y': use letters, digits, - and _"),
         ("[[group]]\nname = 'x'\nrole = 'mixed'\nranks = 0", "group[0].ranks = 0: must be from 1 to 1024"),
         ("[[host]]\nname = 'h0'\n[[host]]\nname = 'h0'", "host: 'h0' is named twice"),
-        ("[[storage]]\nname = 's0'\nhost = 'h0'", "storage: this version has no KV pool yet"),
+        ("[[storage]]\nname = 's0'\nhost = 'h7'", "storage[0].host = 'h7': no such host; there are h0"),
+        ("[[storage]]\nname = 's0'\ntargets = 0", "storage[0].targets = 0: must be at least 1"),
+        (
+            "[[storage]]\nname = 's0'\ncapacity = '4 MiB'",
+            "storage[0].capacity = 4194304: must be at least 3145728 for each of its 12 targets",
+        ),
+        ("storage = []", "storage: a pool needs at least one [[storage]] node"),
+        ("[pool]\ndata_shards = 33", "pool: 1 to 32 data shards and at most 4 parity shards"),
+        (
+            "[supervise]\npool_stop_s = 5",
+            "supervise.pool_stop_s = 5.0: must be longer than node.flush_s = 5.0, or what",
+        ),
         ("[engine]\nkv_memory = '1 potato'", "engine.kv_memory = '1 potato': write a size such as 512 MiB"),
         ("[engine]\nkv_memory = '0.5 B'", "engine.kv_memory = '0.5 B': 0.5 B is not a whole number"),
         ("[engine]\ndtype = 'int4'", "engine.dtype = 'int4': must be one of auto, bf16, fp32"),

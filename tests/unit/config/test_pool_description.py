@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millpond.config.pool_description import PRESETS, GroupKind, load_pool_description
+from millpond.config.pool_description import PRESETS, load_pool_description
+from millpond.config.pool_params import GroupKind
 from millpond.core.errors import ConfigError
 from millpond.core.units import GIB
 
