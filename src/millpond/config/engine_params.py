@@ -32,5 +32,8 @@ class EngineParams:
     max_num_seqs: int = 32
     """Most sequences that run at once, 1 ... 65536. State slots are 1.2 times as many, plus one, for those
     being handed over."""
+    swap_method: str = "auto"
+    """How KV is copied from the host's shared memory: `per_block`, `batched`, `gather`, `one_sided`, or `auto`:
+    the quickest on this host, by a measurement at start."""
     max_model_len: int = 0
     """Most tokens of one sequence, prompt and output; 0 = the model's own limit."""

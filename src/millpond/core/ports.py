@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from millpond.core.events import RankReport
@@ -66,6 +67,19 @@ class Engine(Protocol):
 
     def write_row(self, block: BlockId, row: int, data: memoryview) -> None:
         """Replace one row of one block."""
+        ...
+
+    def write_rows(
+        self, blocks: Sequence[BlockId], row: int, source: memoryview, items: Sequence[int]
+    ) -> None:
+        """Replace one row of several blocks at once.
+
+        Args:
+            blocks: The blocks.
+            row: Index into `layout.rows`.
+            source: `[items, row bytes]`, uint8, at any distance from each other.
+            items: For each block, which of them.
+        """
         ...
 
     def read_state(self, slot: SlotId) -> memoryview:

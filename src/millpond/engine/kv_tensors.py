@@ -7,6 +7,9 @@ head dim]. Keys lie token-innermost because scores of a block then vectorise ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from millpond.core.errors import InvariantBroken
@@ -14,6 +17,7 @@ from millpond.core.ids import BlockId
 from millpond.core.units import BLOCK_TOKENS
 from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.memory import llama_kv_layout, plan_memory
+from millpond.engine.swap.methods import CopyMethod
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -83,3 +87,22 @@ class KvTensors:
             self.memory[block, begin:end] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(
                 self.memory.device
             )
+
+    def write_rows(
+        self,
+        blocks: Sequence[BlockId],
+        row: int,
+        source: memoryview,
+        items: Sequence[int],
+        method: CopyMethod,
+    ) -> None:
+        """Replace one row of several blocks; see `core.ports.Engine.write_rows`."""
+        if not all(0 < block <= self.num_blocks for block in blocks):
+            raise InvariantBroken(f"a block of {list(blocks)} is outside this rank's memory")
+        if self._host is None:
+            for block, item in zip(blocks, items, strict=True):
+                self.write_row(block, row, memoryview(np.asarray(source)[item]))
+            return
+        begin, end = row * self.row_bytes, (row + 1) * self.row_bytes
+        target = self.memory.numpy()[:, begin:end]
+        method.copy(np.asarray(source), np.asarray(items, np.int64), target, np.asarray(blocks, np.int64))

@@ -18,6 +18,7 @@ from millpond.engine.native import NativeLayers
 from millpond.engine.progress import ShowProgress, show_nothing
 from millpond.engine.rope import RopeTable, rope_frequencies
 from millpond.engine.runner import LlamaEngine
+from millpond.engine.swap.choose import choose_method
 from millpond.engine.torch_layers import TorchLayers
 from millpond.engine.weights import LlamaWeights, load_weights
 
@@ -62,6 +63,7 @@ def load_engine(params: EngineParams, device: str = "cpu", show: ShowProgress = 
         layers,
         num_slots=plan_memory(kv.layout, params.kv_memory, params.max_num_seqs).num_slots,
         max_model_len=max_model_len,
+        swap_method=choose_method(params.swap_method, kv.row_bytes),
     )
 
 

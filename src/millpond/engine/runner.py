@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import DecoderLayers, RowSpan, StepRows
 from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.sampler import Sampler
+from millpond.engine.swap.methods import CopyMethod, PerBlockCopy
 from millpond.engine.weights import LlamaWeights
 
 
@@ -68,6 +70,7 @@ class LlamaEngine:
         *,
         num_slots: int,
         max_model_len: int,
+        swap_method: CopyMethod | None = None,
     ) -> None:
         """Put the parts together; see `load.load_engine`."""
         self.layout = kv.layout
@@ -77,6 +80,8 @@ class LlamaEngine:
         self.max_model_len = max_model_len
         self.min_computed_tokens = 1
         self.max_drafts = 0
+        self.replay_tokens = 0
+        self._swap_method: CopyMethod = swap_method or PerBlockCopy()
         self._config = config
         self._embedding = weights.embedding
         self._kv = kv
@@ -97,6 +102,7 @@ class LlamaEngine:
         hidden, rows = self._gather(pieces)
         if plan.chunks and observer is not None:
             for layer in range(self._config.num_layers):
+                observer.on_row_needed(layer)
                 self._layers.run(hidden, rows, layer, layer + 1)
                 observer.on_row_ready(layer)
         else:
@@ -222,6 +228,12 @@ class LlamaEngine:
     def write_row(self, block: BlockId, row: int, data: memoryview) -> None:
         """Replace one row of one block."""
         self._kv.write_row(block, row, data)
+
+    def write_rows(
+        self, blocks: Sequence[BlockId], row: int, source: memoryview, items: Sequence[int]
+    ) -> None:
+        """Replace one row of several blocks at once."""
+        self._kv.write_rows(blocks, row, source, items, self._swap_method)
 
     def read_state(self, slot: SlotId) -> memoryview:
         """Nothing: a plain decoder has no state beside its KV."""

@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,6 +70,7 @@ class SyntheticEngine:
         self.max_model_len = params.max_model_len
         self.min_computed_tokens = 1
         self.max_drafts = 0
+        self.replay_tokens = 0
         self._root = make_root(self.layout)
         row_words = self.layout.rows[0].num_bytes // 8
         self._words = np.zeros((params.num_blocks + 1, params.num_layers, row_words), np.uint64)
@@ -97,6 +99,8 @@ class SyntheticEngine:
             writes += self._advance(sequence, row.position, row.position + 1)
         num_rows = len(self.layout.rows)
         for layer in range(num_rows):
+            if plan.chunks and observer is not None:
+                observer.on_row_needed(layer)
             self._fill(writes, layer)
             if plan.chunks:
                 self._wait_until(start_ns + cost_ns * (layer + 1) // num_rows)
@@ -124,6 +128,14 @@ class SyntheticEngine:
         self._keys[block] = self._digests[block] = None
         target.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
         self._digests[block] = None  # a digest taken while the bytes changed is void
+
+    def write_rows(
+        self, blocks: Sequence[BlockId], row: int, source: memoryview, items: Sequence[int]
+    ) -> None:
+        """Replace one row of several blocks."""
+        pieces = np.asarray(source)
+        for block, item in zip(blocks, items, strict=True):
+            self.write_row(block, row, memoryview(pieces[item]))
 
     def read_state(self, slot: SlotId) -> memoryview:
         """Empty: plain decoders have no state."""

@@ -26,10 +26,13 @@ class Watch:
     """Notes the rows it is told about."""
 
     def __init__(self):
-        self.rows = []
+        self.calls = []
+
+    def on_row_needed(self, row):
+        self.calls.append(("needed", row))
 
     def on_row_ready(self, row):
-        self.rows.append(row)
+        self.calls.append(("ready", row))
 
 
 def test_a_handed_over_sequence_continues_with_the_same_bits(folder):
@@ -53,10 +56,11 @@ def test_rows_are_announced_in_order_once_for_every_prefill_step(folder):
     for begin, end in ((0, 200), (200, 300)):
         chunk = PrefillChunk(RequestId("a"), begin, end, end == 300)
         engine.execute(RankPlan(_R, start=(start,) if begin == 0 else (), chunks=(chunk,)), watch)
-    assert watch.rows == [0, 1, 0, 1]
+    expected = [(what, row) for row in (0, 1) for what in ("needed", "ready")] * 2
+    assert watch.calls == expected
     hand.lengths["a"] += 1
     engine.execute(RankPlan(_R, rows=(DecodeRow(RequestId("a"), 300, ()),)), watch)
-    assert watch.rows == [0, 1, 0, 1]
+    assert watch.calls == expected
 
 
 def test_an_announced_row_is_complete(folder):
@@ -64,6 +68,9 @@ def test_an_announced_row_is_complete(folder):
     hand, seen = Hand(engine), {}
 
     class Copy:
+        def on_row_needed(self, row):
+            assert row not in seen
+
         def on_row_ready(self, row):
             seen[row] = [bytes(engine.read_row(block, row)) for block in hand.tables["a"]]
 

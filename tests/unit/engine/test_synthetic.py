@@ -239,20 +239,24 @@ def test_resubmitted_sequence_continues_the_text() -> None:
 
 
 def test_rows_become_ready_in_order_and_only_for_chunks() -> None:
-    ready: list[int] = []
+    calls: list[tuple[str, int]] = []
 
     class Observer:
+        def on_row_needed(self, row: int) -> None:
+            calls.append(("needed", row))
+
         def on_row_ready(self, row: int) -> None:
-            ready.append(row)
+            calls.append(("ready", row))
 
     driver = Driver()
     start = driver.start("a", [1, 2], 2)
     plan = RankPlan(RANK, start=(start,), chunks=(PrefillChunk(RequestId("a"), 0, 2, is_last=True),))
     sample = driver.engine.execute(plan, Observer()).sampled[0]
-    assert ready == [0, 1, 2]
+    expected = [(what, row) for row in range(3) for what in ("needed", "ready")]
+    assert calls == expected
     driver.known[RequestId("a")].append(sample.token_id)
     driver.engine.execute(RankPlan(RANK, rows=(DecodeRow(RequestId("a"), 2, ()),)), Observer())
-    assert ready == [0, 1, 2]
+    assert calls == expected
 
 
 def test_seed_and_choice_count_only_with_temperature() -> None:

@@ -86,10 +86,16 @@ class Caches:
 
     def row_bytes(self, block: int, row: int) -> torch.Tensor:
         """Bytes of one row of one block, a view."""
-        if not 0 < block < len(self.blocks) or not 0 <= row < len(self.layout.rows):
+        if not 0 < block < len(self.blocks):
             raise InvariantBroken(f"block {block} row {row} is outside this rank's memory")
+        return self.row_memory(row)[block]
+
+    def row_memory(self, row: int) -> torch.Tensor:
+        """Bytes of one row of all blocks, a view [blocks, row bytes]."""
+        if not 0 <= row < len(self.layout.rows):
+            raise InvariantBroken(f"row {row} is outside this rank's memory")
         begin = sum(earlier.num_bytes for earlier in self.layout.rows[:row])
-        return self.blocks[block, begin : begin + self.layout.rows[row].num_bytes]
+        return self.blocks[:, begin : begin + self.layout.rows[row].num_bytes]
 
     def slot_bytes(self, slot: int) -> torch.Tensor:
         """Bytes of one state slot, a view."""

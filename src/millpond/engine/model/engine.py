@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from millpond.engine.model.dspark import DraftHead
 from millpond.engine.model.model import V41Model
 from millpond.engine.model.step import Span, make_step
 from millpond.engine.sampler import SampledChoice, Sampler
+from millpond.engine.swap.methods import CopyMethod, PerBlockCopy
 
 
 class _Tokens:
@@ -83,7 +85,13 @@ class V41Engine:
     """Implements `core.ports.Engine`. Decides nothing: every block and every token range is in the plan."""
 
     def __init__(
-        self, model: V41Model, memory: MemoryPlan, *, max_model_len: int, num_kept_tokens: int
+        self,
+        model: V41Model,
+        memory: MemoryPlan,
+        *,
+        max_model_len: int,
+        num_kept_tokens: int,
+        swap_method: CopyMethod | None = None,
     ) -> None:
         """Allocate the caches.
 
@@ -93,6 +101,7 @@ class V41Engine:
             max_model_len: Most tokens of one sequence.
             num_kept_tokens: Decoder layers run on this many last tokens of a prompt only (they add no
                 long-range KV); 0 runs them on all, which is exact.
+            swap_method: How rows are copied in; None: one by one.
 
         Raises:
             ConfigError: Fewer tokens are kept than decoding looks back on.
@@ -112,6 +121,8 @@ class V41Engine:
         self.max_model_len = max_model_len
         self.min_computed_tokens = max(1, num_kept_tokens)
         self.max_drafts = shape.num_draft_tokens if self._draft is not None else 0
+        self.replay_tokens = shape.window
+        self._swap_method: CopyMethod = swap_method or PerBlockCopy()
 
     @torch.inference_mode()
     def execute(self, plan: RankPlan, observer: LayerObserver | None = None) -> RankReport:
@@ -125,8 +136,7 @@ class V41Engine:
             return RankReport(plan.rank)
         step = make_step([piece.span for piece in pieces], self._model.config.shape, self._model.device)
         ctx = self._model.start(step, self._caches)
-        row_done = observer.on_row_ready if observer is not None and plan.chunks else None
-        out = self._model.forward(ctx, row_done=row_done)
+        out = self._model.forward(ctx, observer=observer if plan.chunks else None)
         if self._draft is not None:
             self._draft.remember(ctx, out.main_hidden)
         ends = step.decoder.row_begins + step.decoder.counts
@@ -291,6 +301,21 @@ class V41Engine:
     def write_row(self, block: BlockId, row: int, data: memoryview) -> None:
         """Replace one row of one block."""
         _replace(self._caches.row_bytes(block, row), data)
+
+    def write_rows(
+        self, blocks: Sequence[BlockId], row: int, source: memoryview, items: Sequence[int]
+    ) -> None:
+        """Replace one row of several blocks at once."""
+        target = self._caches.row_memory(row)
+        if target.device.type != "cpu":
+            for block, item in zip(blocks, items, strict=True):
+                self.write_row(block, row, memoryview(np.asarray(source)[item]))
+            return
+        if not all(0 < block <= self.num_blocks for block in blocks):
+            raise InvariantBroken(f"a block of {list(blocks)} is outside this rank's memory")
+        self._swap_method.copy(
+            np.asarray(source), np.asarray(items, np.int64), target.numpy(), np.asarray(blocks, np.int64)
+        )
 
     def read_state(self, slot: SlotId) -> memoryview:
         """Bytes of one state slot; valid for any end up to the draft length behind the newest token."""

@@ -21,6 +21,7 @@ from millpond.engine.model.token_map import load_token_map
 from millpond.engine.model.weights import load_model_weights
 from millpond.engine.model_files import ModelFiles
 from millpond.engine.progress import ByteCounter, ShowProgress, show_nothing
+from millpond.engine.swap.choose import choose_method
 
 _NUMERICS = {"auto": BF16, "bf16": BF16, "fp32": FP32}
 
@@ -93,4 +94,10 @@ def load_v41_engine(
     layout = kv_layout(model.config.shape, numerics.kv_format)
     memory = plan_memory(layout, params.kv_memory, params.max_num_seqs)
     limit = choose_max_model_len(params.max_model_len, model.config.max_positions)
-    return V41Engine(model, memory, max_model_len=limit, num_kept_tokens=params.num_kept_tokens)
+    return V41Engine(
+        model,
+        memory,
+        max_model_len=limit,
+        num_kept_tokens=params.num_kept_tokens,
+        swap_method=choose_method(params.swap_method, max(row.num_bytes for row in layout.rows)),
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from millpond.core.ports import LayerObserver
 from millpond.core.shapes import LayerShape
 from millpond.engine.model.caches import Caches
 from millpond.engine.model.config import V41Config
@@ -21,9 +21,6 @@ from millpond.engine.model.native import kernels_for
 from millpond.engine.model.numerics import Numerics, rms_norm
 from millpond.engine.model.step import Span, Step
 from millpond.engine.model.weights import ModelWeights
-
-RowDone = Callable[[int], None]
-"""Told the index of each KV row (source layer) once it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +90,9 @@ class V41Model:
         return embedded[:, None].expand(-1, copies, -1).contiguous(), pre
 
     def forward(
-        self, ctx: StepContext, images: ImageRows | None = None, row_done: RowDone | None = None
+        self, ctx: StepContext, images: ImageRows | None = None, observer: LayerObserver | None = None
     ) -> Forwarded:
-        """Run all layers over a step."""
+        """Run all layers over a step; the observer is told of each KV row (source layer)."""
         step, shape = ctx.step, self.config.shape
         token_ids = np.concatenate([span.token_ids[span.begin : span.end] for span in step.encoder.spans])
         embedded = self.embed(torch.from_numpy(token_ids.astype(np.int64)).to(self.device))
@@ -114,10 +111,12 @@ class V41Model:
             mask = is_image
             if is_image is not None and layer.layer >= shape.num_encoder_layers and step.kept is not None:
                 mask = is_image[step.kept]
+            if layer.owns_kv and observer is not None:
+                observer.on_row_needed(num_rows_done)
             stream, pre = run_layer(ctx, layer, w, stream, pre, mask)
             ctx.observe("x_out", stream)
-            if layer.owns_kv and row_done is not None:
-                row_done(num_rows_done)
+            if layer.owns_kv and observer is not None:
+                observer.on_row_ready(num_rows_done)
             num_rows_done += layer.owns_kv
             if not len(stream):  # no row is kept beyond the last KV source
                 return Forwarded(

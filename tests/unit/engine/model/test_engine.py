@@ -40,10 +40,13 @@ def start(name, ids, blocks, slot, known_prompt=None):
 
 class Watch:
     def __init__(self):
-        self.rows = []
+        self.calls = []
+
+    def on_row_needed(self, row):
+        self.calls.append(("needed", row))
 
     def on_row_ready(self, row):
-        self.rows.append(row)
+        self.calls.append(("ready", row))
 
 
 def prefill(engine, name, ids, blocks, slot, borders=()):
@@ -52,7 +55,8 @@ def prefill(engine, name, ids, blocks, slot, borders=()):
         watch = Watch()
         chunk = PrefillChunk(RequestId(name), begin, end, end == len(ids))
         report = engine.execute(RankPlan(RANK, start=first, chunks=(chunk,)), watch)
-        assert watch.rows == list(range(len(engine.layout.rows)))
+        rows = range(len(engine.layout.rows))
+        assert watch.calls == [(what, row) for row in rows for what in ("needed", "ready")]
         first = ()
         token = report.sampled
     return token[0].token_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +57,11 @@ class BytesEngine:
 
     def write_row(self, block: BlockId, row: int, data: memoryview) -> None:
         self.rows[row][block] = np.frombuffer(data, np.uint8)
+
+    def write_rows(
+        self, blocks: Sequence[BlockId], row: int, source: memoryview, items: Sequence[int]
+    ) -> None:
+        self.rows[row][list(blocks)] = np.asarray(source)[list(items)]
 
     def read_state(self, slot: SlotId) -> memoryview:
         return memoryview(self.state[slot])

@@ -41,6 +41,9 @@ class Progress:
     num_blocks: int
     max_rows: int
 
+    def on_row_needed(self, row: int) -> None:
+        pass
+
     def on_row_ready(self, row: int) -> None:
         if row < self.max_rows:
             self.sender.rows_ready(self.request_id, 0, row, self.num_blocks)
