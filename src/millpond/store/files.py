@@ -55,6 +55,10 @@ class Files(Protocol):
         """Make created and removed names durable."""
         ...
 
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file another name; one that has it already is replaced."""
+        ...
+
     def remove(self, name: str) -> None:
         """Remove a name; open files stay readable."""
         ...
@@ -143,6 +147,10 @@ class DiskFiles:
     def sync_names(self) -> None:
         """See `Files`."""
         os.fsync(self._folder)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """See `Files`."""
+        os.rename(name, new_name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def remove(self, name: str) -> None:
         """See `Files`."""

@@ -13,13 +13,15 @@ import struct
 
 import xxhash
 
-from millpond.core.errors import DataError
+from millpond.core.errors import DataError, WireVersionMismatch
 from millpond.store.files import Files
 from millpond.store.segment import PAGE_BYTES
 
 TABLE_NAME = "generations"
+FORMAT = 1
 _HEADER = struct.Struct("<4sHH")
-_HEADER_BYTES = _HEADER.pack(b"MPGT", 1, 0)
+_MAGIC = b"MPGT"
+_HEADER_BYTES = _HEADER.pack(_MAGIC, FORMAT, 0)
 _HEADER_PAGE = (_HEADER_BYTES + struct.pack("<Q", xxhash.xxh3_64_intdigest(_HEADER_BYTES))).ljust(
     PAGE_BYTES, b"\0"
 )
@@ -67,6 +69,7 @@ class GenerationTable:
 
         Raises:
             DataError: It is damaged.
+            WireVersionMismatch: It is of another format.
             OSError: There is none, or it cannot be read.
         """
         file = files.open(TABLE_NAME)
@@ -136,10 +139,15 @@ def read_table(files: Files, file: int) -> list[int]:
 
     Raises:
         DataError: It is damaged.
+        WireVersionMismatch: It is of another format.
         OSError: It cannot be read.
     """
     data = bytearray(files.size(file))
     got = files.read_into(file, 0, memoryview(data))
+    if data.startswith(_MAGIC) and got >= _HEADER.size:
+        version = _HEADER.unpack_from(data)[1]
+        if version != FORMAT:
+            raise WireVersionMismatch(f"generation table of format {version}", code="target.table")
     if data[:PAGE_BYTES] != _HEADER_PAGE or got < len(data):
         raise DataError("the generation table is damaged", code="target.table")
     whole = (len(data) - PAGE_BYTES) // _ENTRY.size * _ENTRY.size

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millpond.core.errors import DataError
+import structlog
+
+from millpond.core.errors import DataError, WireVersionMismatch
 from millpond.policies.retention import RetentionParams
 from millpond.store.files import Files
 from millpond.store.generations import TABLE_NAME, GenerationTable
 from millpond.store.live_segment import LiveSegment
 from millpond.store.segment import (
+    check_record_format,
     is_segment_name,
     read_footer,
     read_segment_header,
     scan_records,
 )
+
+ASIDE = ".aside"
+"""End of the name of a file that was set aside. It stays until the next start, for whoever wants to look."""
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +33,12 @@ class Recovered:
     segments: tuple[LiveSegment, ...]
     """In ascending generation. Those without a valid footer are not `sealed`."""
     dead: tuple[str, ...]
-    """Files of segments that are not live."""
+    """Files of segments that are not live, and what an earlier start set aside."""
+    foreign: tuple[str, ...] = ()
+    """Files of another format."""
 
     def clean(self, files: Files) -> None:
-        """Remove dead files, and entries without a file.
+        """Remove dead files, and entries without a file; set aside what is of another format.
 
         Raises:
             OSError: The folder cannot be written.
@@ -39,6 +49,9 @@ class Recovered:
                 self.table.end(slot)
         for name in self.dead:
             files.remove(name)
+        for name in self.foreign:
+            log.warning("segment set aside", name=name, why="its format is another version's")
+            files.rename(name, name + ASIDE)
 
 
 def recover(files: Files, *, now_s: int, retention: RetentionParams) -> Recovered:
@@ -57,10 +70,15 @@ def recover(files: Files, *, now_s: int, retention: RetentionParams) -> Recovere
     segment_names = sorted(name for name in names if is_segment_name(name))
     table = _open_table(files, bool(segment_names))
     segments: list[LiveSegment] = []
-    dead: list[str] = []
+    dead = [name for name in names if name.endswith(ASIDE)]
+    foreign: list[str] = []
     try:
         for name in segment_names:
-            segment = _open_segment(files, name, table)
+            try:
+                segment = _open_segment(files, name, table)
+            except WireVersionMismatch:
+                foreign.append(name)
+                continue
             if segment is None:
                 dead.append(name)
             else:
@@ -73,7 +91,7 @@ def recover(files: Files, *, now_s: int, retention: RetentionParams) -> Recovere
         table.close()
         raise
     segments.sort(key=lambda segment: segment.generation)
-    return Recovered(table, tuple(segments), tuple(dead))
+    return Recovered(table, tuple(segments), tuple(dead), tuple(foreign))
 
 
 def _open_table(files: Files, has_segments: bool) -> GenerationTable:
@@ -83,6 +101,10 @@ def _open_table(files: Files, has_segments: bool) -> GenerationTable:
         return GenerationTable.create(files)
     try:
         return GenerationTable.load(files)
+    except WireVersionMismatch:
+        log.warning("generation table set aside", why="its format is another version's")
+        files.rename(TABLE_NAME, TABLE_NAME + ASIDE)
+        return GenerationTable.create(files)  # no segment is live in it: those of our format are removed
     except DataError:
         if has_segments:
             raise
@@ -90,18 +112,23 @@ def _open_table(files: Files, has_segments: bool) -> GenerationTable:
 
 
 def _open_segment(files: Files, name: str, table: GenerationTable) -> LiveSegment | None:
-    """The live segment in a file, None if it is none."""
+    """The live segment in a file, None if it is none.
+
+    Raises:
+        WireVersionMismatch: It is of another format.
+    """
     file = files.open(name)
     try:
         identity = read_segment_header(files, file)
         table.skip(identity.generation)
         if identity.name == name and table.is_live(identity.slot, identity.generation):
+            check_record_format(files, file)
             return LiveSegment(files, file, identity)
-    except DataError:
-        pass  # its first page never reached the disk: no record did, or all are lost with it
-    except OSError:
+    except (OSError, WireVersionMismatch):
         files.close(file)
         raise
+    except DataError:
+        pass  # its first page never reached the disk: no record did, or all are lost with it
     files.close(file)
     return None
 

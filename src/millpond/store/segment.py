@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from millpond.core.errors import ChecksumMismatch, DataError
+from millpond.core.errors import ChecksumMismatch, DataError, WireVersionMismatch
 from millpond.core.units import KIB, align_up
 from millpond.store.files import Files
 from millpond.store.record import MAGIC as RECORD_MAGIC
@@ -128,13 +128,16 @@ def parse_segment_header(page: bytes | bytearray) -> SegmentId:
 
     Raises:
         DataError: Not a segment, or damaged.
+        WireVersionMismatch: A segment of another format.
     """
     if len(page) < PAGE_BYTES:
         raise DataError("segment is shorter than its header", code="segment.short")
     magic, version, _, slot, _, generation, created_s, ttl_s = _HEADER.unpack_from(page)
     body, expected = page[: PAGE_BYTES - _CHECKSUM.size], _CHECKSUM.unpack_from(page, PAGE_BYTES - 8)[0]
-    if magic != _HEADER_MAGIC or version != FORMAT:
-        raise DataError("not a segment of this format", code="segment.format")
+    if magic != _HEADER_MAGIC:
+        raise DataError("not a segment", code="segment.magic")
+    if version != FORMAT:
+        raise WireVersionMismatch(f"segment format {version}, not {FORMAT}", code="segment.format")
     if xxhash.xxh3_64_intdigest(body) != expected:
         raise ChecksumMismatch("segment header is damaged", code="segment.checksum")
     return SegmentId(slot, generation, created_s, ttl_s)
@@ -145,11 +148,27 @@ def read_segment_header(files: Files, file: int) -> SegmentId:
 
     Raises:
         DataError: Not a segment, or damaged.
+        WireVersionMismatch: A segment of another format.
         OSError: It cannot be read.
     """
     page = bytearray(PAGE_BYTES)
     got = files.read_into(file, 0, memoryview(page))
     return parse_segment_header(page[:got])
+
+
+def check_record_format(files: Files, file: int) -> None:
+    """Look at the first record of a segment, which was written by whoever wrote the others.
+
+    Raises:
+        WireVersionMismatch: It is of another format.
+        OSError: It cannot be read.
+    """
+    try:
+        read_packed_header(files, file, PAGE_BYTES)
+    except WireVersionMismatch:
+        raise
+    except DataError:
+        return  # none there, or damaged: the others may be whole
 
 
 def pack_footer(segment: SegmentId, directory: Directory, newest_s: int, end_bytes: int) -> bytes:

@@ -78,6 +78,8 @@ class Target:
         """What went wrong last, for people."""
         self.written_bytes = 0
         self.num_lost_segments = 0
+        self.num_foreign_segments = 0
+        """Segments of another format, set aside at the start."""
         self.num_damaged = 0
         """Records whose header did not prove what the index said."""
         self.files = files
@@ -216,6 +218,7 @@ class Target:
 
     def _adopt(self, recovered: Recovered, now_s: int) -> None:
         log = self._log = SegmentLog(self.files, recovered, self.params.max_segment_bytes)
+        self.num_foreign_segments = len(recovered.foreign)
         for segment in recovered.segments:
             self._index.load(segment)
         try:

@@ -162,6 +162,10 @@ class CrashDisk:
         self._change("sync_names", "")
         self._synced_names = dict(self._inodes)
 
+    def rename(self, name: str, new_name: str) -> None:
+        self._change("rename", name)
+        self._inodes[new_name] = self._inodes.pop(name)
+
     def remove(self, name: str) -> None:
         self._change("remove", name)
         self._removed = [*self._removed[-3:], self._inodes.pop(name)]

@@ -427,3 +427,49 @@ def test_write_amplification_of_a_node_is_small():
         put(target, record, NOW)
     target.close(now_s=NOW)
     assert disk.written_bytes / payload_bytes * 1.2 <= 1.27  # 10 + 2
+
+
+def set_format(disk: CrashDisk, name: str, offset: int, version: int) -> None:
+    """Write a version into the header that begins there, behind its magic."""
+    file = disk.open(name)
+    disk.write(file, offset + 4, [version.to_bytes(2, "little")])
+    disk.close(file)
+
+
+@pytest.mark.parametrize(("offset", "what"), [(0, "segment"), (4 * KIB, "record")])
+def test_what_has_another_format_is_a_miss_and_is_set_aside(offset: int, what: str):
+    disk = CrashDisk()
+    target = new_target(disk)
+    records = fill(target, 100)
+    target.close(now_s=NOW)
+    names = sorted(name for name in disk.names() if name.endswith(".seg"))
+    assert len(names) == 4
+    set_format(disk, names[1], offset, 2)
+    again = new_target(disk)
+    assert again.num_foreign_segments == 1
+    assert (again.state, again.num_shards) == (TargetState.OK, len(found(again, records))), what
+    assert 60 < again.num_shards < 80
+    assert names[1] + ".aside" in disk.names()
+    assert names[1] not in disk.names()
+    fresh = fill(again, 100, first=1000)
+    assert len(found(again, fresh)) == 100, "the target takes writes as ever"
+    again.close(now_s=NOW)
+    later = new_target(disk)
+    assert later.num_foreign_segments == 0
+    assert names[1] + ".aside" not in disk.names(), "kept until the next start only"
+    assert len(found(later, fresh)) == 100
+
+
+def test_a_generation_table_of_another_format_is_set_aside_and_the_target_starts_anew():
+    disk = CrashDisk()
+    target = new_target(disk)
+    records = fill(target, 10)
+    target.close(now_s=NOW)
+    set_format(disk, "generations", 0, 2)
+    again = new_target(disk)
+    assert (again.state, again.num_shards) == (TargetState.OK, 0)
+    assert found(again, records) == []
+    assert "generations.aside" in disk.names()
+    fresh = fill(again, 10)
+    again.close(now_s=NOW)
+    assert len(found(new_target(disk), fresh)) == 10

@@ -125,6 +125,8 @@ class NodeStatus(Message, frozen=True, array_like=True):
     """Waiting and being served."""
     read_slots: int = 0
     """Reads that are served at once; 0: not told."""
+    num_foreign_segments: int = 0
+    """Files of another format that were set aside at the start."""
 
 
 class Location(Message, frozen=True, array_like=True):

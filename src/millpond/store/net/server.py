@@ -157,6 +157,7 @@ class NodeServer:
             read_bytes=self.read_bytes,
             queued_reads=sum(jobs.qsize() for jobs in self._queues),
             read_slots=len(targets) * self.params.workers_per_target,
+            num_foreign_segments=sum(target.num_foreign_segments for target in targets),
         )
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
