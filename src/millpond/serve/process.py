@@ -27,11 +27,10 @@ from millpond.serve.rpc import Dealer, Network, Router, Wakeup
 from millpond.serve.run_folder import RunFolder, control_endpoint
 from millpond.serve.transfer.receiver import HandoffReceiver
 from millpond.serve.transfer.sender import HandoffSender
-from millpond.serve.workers.engines import make_engine
+from millpond.serve.workers.engines import make_engine, make_rank_kv
 from millpond.serve.workers.leader import Leader, LeaderIdentity
 from millpond.serve.workers.rank_runner import RankRunner
 from millpond.serve.workers.remote_rank import RemoteRanks, rank_identity, run_rank
-from millpond.serve.workers.snapshot_buffers import SnapshotBuffers
 
 PR_SET_PDEATHSIG = 1
 EXIT_CONFIG = 2
@@ -134,19 +133,19 @@ def _recording(machine: M, setup: Setup, config: Config, spec: ProcessSpec) -> I
 
 def _run_rank(config: Config, folder: RunFolder, spec: ProcessSpec, is_stopping: Callable[[], bool]) -> None:
     group = config.group(spec.group)
+    name = GroupId(group.name)
     wakeup = Wakeup()
-    runner = _make_runner(config, folder, group, DpRank(spec.rank), wakeup.post)
-    try:
-        with Network(folder.load_keys()) as network:
+    with Network(folder.load_keys()) as network:
+        runner = _make_runner(config, folder, spec, group, network, wakeup.post)
+        try:
             if spec.rank == 0:
                 _lead(config, folder, spec, group, runner, wakeup, network, is_stopping)
             else:
-                endpoint = folder.group_socket(GroupId(group.name))
-                with Dealer(network, endpoint, rank_identity(runner.rank)) as leader:
-                    run_rank(runner, leader, wakeup, is_stopping)
-    finally:
-        runner.stop()
-        wakeup.close()
+                with Dealer(network, folder.group_socket(name), rank_identity(runner.rank)) as leader:
+                    run_rank(name, spec.incarnation, runner, leader, wakeup, is_stopping)
+        finally:
+            runner.stop()
+            wakeup.close()
 
 
 def _lead(
@@ -167,7 +166,7 @@ def _lead(
         router = Router(network, folder.group_socket(name))
         others = RemoteRanks(router, tuple(DpRank(rank) for rank in range(1, group.ranks)))
         infos += others.wait_until_up(config.supervise.start_deadline_s)
-    params = GroupParams(config.prefill, config.decode, config.mixed, config.snapshot)
+    params = GroupParams(config.prefill, config.decode, config.mixed)
     setup = GroupSetup(name, group.role, infos, runner.engine.max_model_len, params)
     identity = LeaderIdentity(spec.incarnation, config.engine.max_num_seqs)
     with (
@@ -185,8 +184,14 @@ def _lead(
 
 
 def _make_runner(
-    config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank, post: Callable[[object], None]
+    config: Config,
+    folder: RunFolder,
+    spec: ProcessSpec,
+    group: GroupSpec,
+    network: Network,
+    post: Callable[[object], None],
 ) -> RankRunner:
+    rank = DpRank(spec.rank)
     engine = make_engine(config, group, rank)
     token = folder.load_keys().handoff_token
     sender: HandoffSender | None = None
@@ -197,8 +202,8 @@ def _make_runner(
         receiver = HandoffReceiver(
             engine, _data_address(config, folder, group, rank), token, config.transfer, post
         )
-    snapshots = SnapshotBuffers(engine.layout.state_bytes, config.snapshot.memory)
-    return RankRunner(rank, engine, sender, receiver, snapshots)
+    kv = make_rank_kv(config, folder, network, group, rank, spec.incarnation, engine, sender, post)
+    return RankRunner(rank, engine, sender, receiver, kv)
 
 
 def _data_address(config: Config, folder: RunFolder, group: GroupSpec, rank: DpRank) -> str:

@@ -1,12 +1,20 @@
-"""Makes the engine that the config names. Only here does a process load torch."""
+"""Makes what a rank consists of. Only here does a process load torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from millpond.config.sections import Config
 from millpond.config.synthetic_params import SYNTHETIC
 from millpond.config.topology import GroupSpec
+from millpond.core.ids import RequestId
 from millpond.core.ports import Engine
 from millpond.serve.loading_bar import loading_bar
+from millpond.serve.network import Network
+from millpond.serve.node.client import NodeClient
+from millpond.serve.run_folder import RunFolder
+from millpond.serve.transfer.sender import HandoffSender
+from millpond.serve.workers.rank_kv import RankKv
 
 
 def make_engine(config: Config, group: GroupSpec, rank: int) -> Engine:
@@ -25,3 +33,36 @@ def make_engine(config: Config, group: GroupSpec, rank: int) -> Engine:
         return load_engine(config.engine, group.device)
     with loading_bar(f"{group.name} loads") as show:
         return load_engine(config.engine, group.device, show)
+
+
+def make_rank_kv(
+    config: Config,
+    folder: RunFolder,
+    network: Network,
+    group: GroupSpec,
+    rank: int,
+    incarnation: int,
+    engine: Engine,
+    sender: HandoffSender | None,
+    post: Callable[[object], None],
+) -> RankKv | None:
+    """Connect a rank to the node daemon of its host; None if the service keeps no KV."""
+    if not config.storage:
+        return None
+    host = group.hosts[rank % len(group.hosts)]
+    node = NodeClient(
+        network,
+        folder.socket(f"node-{host}"),
+        f"{group.name}-{rank}",
+        incarnation,
+        engine.layout,
+        config.node.put_slots,
+        post,
+        lease_s=config.node.lease_s,
+    )
+    rows_ready = sender.rows_ready if sender is not None else _tell_nobody
+    return RankKv(engine, node, config.node.load_deadline_s, rows_ready)
+
+
+def _tell_nobody(request_id: RequestId, attempt: int, row: int, num_blocks: int) -> None:
+    """A mixed group hands nothing off."""

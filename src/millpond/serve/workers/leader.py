@@ -25,6 +25,7 @@ from millpond.core.events import (
     HandoffClosed,
     HandoffFailed,
     HandoffSent,
+    Loaded,
     RankInfo,
     RankReport,
     StepDone,
@@ -49,7 +50,7 @@ IDLE_CHECK_NS = 10 * SECOND_NS
 
 log = structlog.get_logger(__name__)
 
-TransferEvent = HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed
+TransferEvent = HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed | Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ class Leader:
             log.warning("handoff.failed", request_id=event.request_id, attempt=event.attempt, why=event.why)
         elif isinstance(event, HandoffArrived):
             self._count("millpond_handoff_received_total")
+        elif isinstance(event, Loaded):
+            self._count("millpond_loaded_tokens_promised_total", event.num_tokens)
         if isinstance(event, TransferEvent):
             self._advance(event)
 
@@ -159,6 +162,9 @@ class Leader:
         reports: tuple[RankReport, ...] = (report,)
         if self._others is not None:
             reports += self._others.finish(plan)
+        for lost in (lost for rank_report in reports for lost in rank_report.lost):
+            self._count("millpond_loads_lost_total")
+            log.warning("load.lost", request_id=lost[0], num_tokens_left=lost[1])
         end_ns = time.monotonic_ns()
         self._count(f"millpond_steps_total:{plan.kind.value}")
         self._count(f"millpond_step_seconds_total:{plan.kind.value}", (end_ns - begin_ns) / SECOND_NS)
@@ -244,10 +250,10 @@ class Leader:
             if side is not None:
                 name = "send" if side is self._own.sender else "receive"
                 values |= {f"millpond_handoff_{name}_{k}": float(v) for k, v in asdict(side.stats()).items()}
-        for stats in self._scheduler.snapshot_stats():
-            for what, number in asdict(stats).items():
-                name = f"millpond_snapshots_{what}" + ("" if what == "held" else "_total")
-                values[name] = values.get(name, 0) + number
+        if self._own.kv is not None:
+            values |= self._own.kv.counters()
+        for name, number in self._others.counters() if self._others is not None else ():
+            values[name] = values.get(name, 0) + number
         return Telemetry(
             self._scheduler.group, self._identity.incarnation, os.getpid(), tuple(sorted(values.items()))
         )

@@ -1,11 +1,12 @@
-"""Carries out one rank's part of a plan: engine, KV sender, KV receiver.
+"""Carries out one rank's part of a plan: engine, KV sender, KV receiver, and the line to the node daemon.
 
 The same object serves the leader's own rank and, in its own process, every other rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import RankInfo, RankReport
@@ -15,7 +16,7 @@ from millpond.core.ports import Engine
 from millpond.core.units import BLOCK_TOKENS, ceil_div
 from millpond.serve.transfer.receiver import HandoffReceiver
 from millpond.serve.transfer.sender import HandoffSender
-from millpond.serve.workers.snapshot_buffers import SnapshotBuffers
+from millpond.serve.workers.rank_kv import RankKv
 
 
 def slice_for_rank(plan: GroupPlan, rank: DpRank) -> GroupPlan:
@@ -29,25 +30,39 @@ def slice_for_rank(plan: GroupPlan, rank: DpRank) -> GroupPlan:
         receives=tuple(receive for receive in plan.receives if receive.rank == rank),
         finishes=tuple(finish for finish in plan.finishes if finish.rank == rank),
         closes=tuple(close for close in plan.closes if close.rank == rank),
+        unloads=tuple(end for end in plan.unloads if end.rank == rank),
+        loads=tuple(start for start in plan.loads if start.rank == rank),
+        swaps=tuple(swap for swap in plan.swaps if swap.rank == rank),
     )
 
 
 def has_work(plan: GroupPlan) -> bool:
     """Whether a rank's slice contains anything."""
-    return bool(plan.ranks or plan.sends or plan.receives or plan.finishes or plan.closes)
+    transfers = plan.sends or plan.receives or plan.finishes or plan.closes
+    return bool(plan.ranks or transfers or plan.unloads or plan.loads or plan.swaps)
 
 
 @dataclass(slots=True)
-class _SendProgress:
-    """Tells the sender, layer by layer, which blocks of this step's chunks are complete."""
+class _Progress:
+    """Between the layers of a step: waits for loaded rows, and tells the sender which rows are complete."""
 
-    sender: HandoffSender
-    chunks: list[tuple[RequestId, int, int]]
+    sender: HandoffSender | None
+    kv: RankKv | None
+    loading: tuple[RequestId, ...]
+    """Requests of this step that a load may have to bring rows for."""
+    sending: list[tuple[RequestId, int, int]]
     """(request, attempt, blocks complete after this step)."""
+    lost: set[RequestId] = field(default_factory=set[RequestId])
+    """Those whose rows will not come: what the step computes of them from here on is void."""
+
+    def on_row_needed(self, row: int) -> None:
+        if self.kv is not None and self.loading:
+            self.lost |= self.kv.wait_for(self.loading, row)
 
     def on_row_ready(self, row: int) -> None:
-        for request_id, attempt, num_blocks in self.chunks:
-            self.sender.rows_ready(request_id, attempt, row, num_blocks)
+        for request_id, attempt, num_blocks in self.sending:
+            if self.sender is not None and request_id not in self.lost:
+                self.sender.rows_ready(request_id, attempt, row, num_blocks)
 
 
 @dataclass(slots=True)
@@ -57,14 +72,14 @@ class RankRunner:
     Args:
         sender: None on decode-only ranks.
         receiver: None on prefill-only ranks.
-        snapshots: Host memory for copies of state slots.
+        kv: None on hosts without a node daemon.
     """
 
     rank: DpRank
     engine: Engine
     sender: HandoffSender | None
     receiver: HandoffReceiver | None
-    snapshots: SnapshotBuffers
+    kv: RankKv | None = None
     _attempts: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
     """Attempt of each sequence that is being sent."""
 
@@ -77,23 +92,50 @@ class RankRunner:
             data_address=address,
             num_blocks=self.engine.num_blocks,
             num_slots=self.engine.num_slots,
-            num_snapshots=len(self.snapshots),
             min_computed_tokens=self.engine.min_computed_tokens,
             max_drafts=self.engine.max_drafts,
+            can_load=self.kv is not None,
+            has_state=self.engine.layout.state_bytes > 0,
+            replay_tokens=self.engine.replay_tokens,
         )
 
     def carry_out(self, plan: GroupPlan) -> RankReport | None:
         """Do what a slice says; returns the report if it contains a step."""
+        if self.kv is not None:
+            self.kv.end_loads(plan.unloads)
         self._order_transfers(plan)
+        if self.kv is not None:
+            self.kv.start_loads(plan.loads, plan.swaps)
+        elif plan.loads or plan.swaps:
+            raise InvariantBroken(f"rank {self.rank} cannot load")
         if not plan.ranks:
             return None
         (part,) = plan.ranks
-        for copy in part.restore:
-            self.engine.write_state(copy.slot, self.snapshots.read(copy.buffer))
-        report = self.engine.execute(part, self._progress(part))
-        for copy in part.keep:
-            self.snapshots.write(copy.buffer, self.engine.read_state(copy.slot))
+        return self._step(part)
+
+    def _step(self, part: RankPlan) -> RankReport:
+        if self.kv is None:
+            return self.engine.execute(part, self._progress(part, frozenset()))
+        lost = self.kv.before_step(part)
+        progress = self._progress(part, lost)
+        report = self.engine.execute(part, progress)
+        if progress is not None and progress.lost:
+            report = self._drop(report, progress.lost)
+        self.kv.after_step(part, report)
         return report
+
+    def _drop(self, report: RankReport, lost: set[RequestId]) -> RankReport:
+        """Take out what was computed of sequences whose load broke."""
+        if self.kv is None:
+            raise InvariantBroken("a load broke that nobody carries out")
+        for request_id in lost:
+            self.engine.forget(request_id)
+        return replace(
+            report,
+            sampled=tuple(token for token in report.sampled if token.request_id not in lost),
+            drafts=tuple(drafts for drafts in report.drafts if drafts.request_id not in lost),
+            lost=tuple((request_id, self.kv.settle(request_id)) for request_id in sorted(lost)),
+        )
 
     def _order_transfers(self, plan: GroupPlan) -> None:
         if self.sender is not None:
@@ -118,18 +160,26 @@ class RankRunner:
             self._attempts.pop(finish.request_id, None)
             sender.finish(finish.request_id, finish.attempt, finish.first_token_id)
 
-    def _progress(self, part: RankPlan) -> _SendProgress | None:
-        if self.sender is None:
+    def _progress(self, part: RankPlan, lost: Iterable[RequestId]) -> _Progress | None:
+        """None if nobody has to know of the step's rows."""
+        if not part.chunks:
             return None
-        chunks = [
+        sending = [
             (chunk.request_id, self._attempts[chunk.request_id], _num_complete_blocks(chunk))
             for chunk in part.chunks
-            if chunk.request_id in self._attempts
+            if self.sender is not None and chunk.request_id in self._attempts
         ]
-        return _SendProgress(self.sender, chunks) if chunks else None
+        loading = self.kv.loading(part.chunks) if self.kv is not None else ()
+        return (
+            _Progress(self.sender, self.kv, loading, sending, set(lost))
+            if sending or loading or lost
+            else None
+        )
 
     def stop(self) -> None:
-        """Stop the transfer threads."""
+        """Stop the threads."""
+        if self.kv is not None:
+            self.kv.stop()
         if self.sender is not None:
             self.sender.stop()
         if self.receiver is not None:

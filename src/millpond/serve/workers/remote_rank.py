@@ -1,11 +1,12 @@
 """Ranks of a group that live in other processes, seen from the leader, and their own loop.
 
 Leader to rank: its slice of every `GroupPlan`. Rank to leader: `RankInfo` once, `StepDone` with its one
-report, and the events of its transfer threads as they come.
+report, the events of its transfer and load threads as they come, and its counters now and then.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -15,11 +16,13 @@ from millpond.core.events import (
     HandoffClosed,
     HandoffFailed,
     HandoffSent,
+    Loaded,
     RankInfo,
     RankReport,
     StepDone,
+    Telemetry,
 )
-from millpond.core.ids import DpRank
+from millpond.core.ids import DpRank, GroupId
 from millpond.core.plan import GroupPlan
 from millpond.core.units import SECOND_NS
 from millpond.serve.rpc import Connected, Dealer, Router, Source, Wakeup, wait_any
@@ -27,6 +30,7 @@ from millpond.serve.workers.rank_runner import RankRunner, has_work, slice_for_r
 
 STEP_DEADLINE_S = 120.0
 """A rank that does not answer a step in this time breaks the group; the supervisor restarts it whole."""
+COUNTERS_INTERVAL_NS = SECOND_NS
 
 
 def rank_identity(rank: DpRank) -> str:
@@ -42,6 +46,8 @@ class RemoteRanks:
         self._ranks = ranks
         self._events: list[object] = []
         self._reports: dict[DpRank, RankReport] = {}
+        self._counters: dict[str, tuple[tuple[str, float], ...]] = {}
+        """Newest ones, by the rank's socket name."""
 
     def wait_until_up(self, deadline_s: float) -> tuple[RankInfo, ...]:
         """Wait for every rank's introduction.
@@ -72,6 +78,10 @@ class RemoteRanks:
         events, self._events = self._events, []
         return events
 
+    def counters(self) -> list[tuple[str, float]]:
+        """(name, value) of every rank, as they told them last."""
+        return [item for values in self._counters.values() for item in values]
+
     def begin(self, plan: GroupPlan) -> None:
         """Send every rank its slice."""
         for rank in self._ranks:
@@ -94,7 +104,9 @@ class RemoteRanks:
     def _receive(self) -> None:
         while (received := self._router.recv()) is not None:
             message = received[1]
-            if isinstance(message, StepDone):
+            if isinstance(message, Telemetry):
+                self._counters[received[0]] = message.values
+            elif isinstance(message, StepDone):
                 self._reports.update({report.rank: report for report in message.reports})
             else:
                 self._events.append(message)
@@ -104,8 +116,16 @@ def _left_s(until_ns: int) -> float:
     return max(until_ns - time.monotonic_ns(), 0) / SECOND_NS
 
 
-def run_rank(runner: RankRunner, leader: Dealer, wakeup: Wakeup, is_stopping: Callable[[], bool]) -> None:
+def run_rank(
+    group: GroupId,
+    incarnation: int,
+    runner: RankRunner,
+    leader: Dealer,
+    wakeup: Wakeup,
+    is_stopping: Callable[[], bool],
+) -> None:
     """Loop of a rank that is not its group's leader."""
+    counters_ns = 0
     while not is_stopping():
         while (message := leader.recv()) is not None:
             if isinstance(message, Connected):
@@ -115,6 +135,10 @@ def run_rank(runner: RankRunner, leader: Dealer, wakeup: Wakeup, is_stopping: Ca
                 if report is not None:
                     leader.send(StepDone(message.step, (report,)))
         for event in wakeup.take():
-            if isinstance(event, HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed):
+            if isinstance(event, HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed | Loaded):
                 leader.send(event)
+        if runner.kv is not None and time.monotonic_ns() - counters_ns >= COUNTERS_INTERVAL_NS:
+            counters_ns = time.monotonic_ns()
+            values = tuple(sorted(runner.kv.counters().items()))
+            leader.send(Telemetry(group, incarnation, os.getpid(), values))
         wait_any((leader, wakeup), 0.5)

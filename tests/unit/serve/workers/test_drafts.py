@@ -16,7 +16,6 @@ from millpond.core.plan import Assign, DecodeRow, RankPlan, SequenceStart
 from millpond.core.request import RequestSpec, SamplingParams
 from millpond.engine.model.engine import MemoryPlan, V41Engine
 from millpond.serve.workers.rank_runner import RankRunner
-from millpond.serve.workers.snapshot_buffers import SnapshotBuffers
 from tests.unit.engine.model.tiny_v41 import EXACT, prompt, tiny_model
 
 ME = RankRef(GroupId("m0"), DpRank(0))
@@ -39,8 +38,7 @@ def model():
 def serve(model, num_drafts):
     """Outputs of all requests, served together, by name; all decode rows; how many drafts were right."""
     engine = V41Engine(model, MemoryPlan(12, 5), max_model_len=512, num_kept_tokens=0)
-    snapshots = SnapshotBuffers(engine.layout.state_bytes, 4 * engine.layout.state_bytes)
-    runner = RankRunner(DpRank(0), engine, None, None, snapshots)
+    runner = RankRunner(DpRank(0), engine, None, None)
     params = GroupParams(decode=DecodeParams(num_draft_tokens=num_drafts))
     scheduler = GroupScheduler(ME.group, GroupRole.MIXED, (runner.info,), 512, params)
     for name, (num_prompt, sampling) in REQUESTS.items():
