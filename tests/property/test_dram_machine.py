@@ -76,9 +76,8 @@ class DramMachine(RuleBasedStateMachine):
         self.disks, self.clock, directory = Disks(), HandClock(), DramDirectory()
         arena = DramArena.create(
             Path(self.folder.name) / "arena",
-            2 * 4096 + NUM_SLOTS * (4096 + 32),
-            LAYOUT.block_bytes,
-            LAYOUT.fingerprint,
+            3 * 4096 + NUM_SLOTS * (4096 + 40),
+            LAYOUT,
             epoch=1,
         )
         assert arena.num_slots == NUM_SLOTS
@@ -104,12 +103,6 @@ class DramMachine(RuleBasedStateMachine):
         self.given.update(wanted[:count])
         if self.disks.failure == "quota":  # whatever was written meanwhile was refused for good
             self.may_be_lost |= self.given
-
-    @rule(chain=st.integers(0, 3), index=st.integers(0, LENGTH - 1))
-    def keep_what_is_on_disk(self, chain: int, index: int) -> None:
-        digest = CHAINS[chain].digests[index]
-        if digest in self.disks.blocks:
-            self.level.keep(CHAINS[chain], index, blocks_of_layout(CHAINS[chain], index, index + 1))
 
     @rule(chain=st.integers(0, 3), length=st.integers(1, LENGTH))
     def touch(self, chain: int, length: int) -> None:

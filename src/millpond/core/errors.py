@@ -9,8 +9,8 @@
       DataError              bytes are not what they should be: ChecksumMismatch, WireVersionMismatch,
                              ModelFormatError, BadFrame
       PoolError              the pool's answer to one extent: ExtentAbsent, WriteInProgress, ExtentLost,
-                             QuotaExceeded, StaleEpoch, NodeRefused; corrupt bytes are ChecksumMismatch,
-                             late ones DeadlineExceeded
+                             QuotaExceeded, StaleEpoch, NodeRefused, ArenaFull; corrupt bytes are
+                             ChecksumMismatch, late ones DeadlineExceeded
       ConfigError            at start only; exit status 2
     InvariantBroken          our own bug; not a MillpondError, so that no handler swallows it
 
@@ -146,6 +146,12 @@ class ExtentAbsent(PoolError):
 
 class WriteInProgress(PoolError):
     """Another writer holds the put lease."""
+
+    retryable = True
+
+
+class ArenaFull(PoolError):
+    """The host's memory has no room now: nothing is held for who asked."""
 
     retryable = True
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from millpond.core.errors import InvalidRequest
 from millpond.core.extents import ExtentId, StripeId, TenantId
 from millpond.core.hashing import BLOCK_HASH_BYTES, DIGEST_BYTES
-from millpond.store.net.messages import Location
+from millpond.store.net.messages import Location, Matched
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,19 @@ class Hit:
     num_blocks: int
     extents: tuple[HitExtent, ...]
     """In the order of the chain, without gaps."""
+
+
+def hit_of(chain: BlockChain, matched: Matched) -> Hit:
+    """Make a hit of what the metadata says, as far as it is without gaps and inside the chain."""
+    parts: list[HitExtent] = []
+    covered = 0
+    for location, begin in zip(matched.extents, matched.begins, strict=True):
+        end = min(begin + location.num_blocks, matched.num_blocks, len(chain.digests))
+        if begin > covered or end <= covered:
+            break
+        parts.append(HitExtent(location, begin, end - begin))
+        covered = end
+    return Hit(chain, covered, tuple(parts))
 
 
 def cut_at_windows(begin: int, end: int, window: int) -> list[tuple[int, int]]:

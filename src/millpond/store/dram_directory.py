@@ -1,4 +1,4 @@
-"""`DramDirectory`: which host has a block in memory.
+"""`Directory`: which host has a block in memory; and `DramDirectory`, one inside this process.
 
 A soft state and a hint: the host proves what it gives. Every entry carries the epoch of its host's life, so
 that the loss of a host ends all its entries at once and by one assignment; what is left of them goes when
@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from millpond.core.hashing import BLOCK_HASH_BYTES
 from millpond.store.dram_arena import SlotRef
@@ -38,8 +39,47 @@ class DramHost:
     epoch: int
 
 
+class Directory(Protocol):
+    """See module. Thread-safe.
+
+    `publish` and `swap` are called with the level's lock held: neither may wait for another process. A
+    directory elsewhere takes them as orders, and keeps their order.
+    """
+
+    def host(self, name: str) -> DramHost | None:
+        """A host that is alive, as far as is known."""
+        ...
+
+    def join(self, name: str, host: DramHost) -> None:
+        """A host begins a life; what the directory says of its earlier ones is void."""
+        ...
+
+    def leave(self, name: str, epoch: int) -> None:
+        """A life of a host has ended; nothing happens if another has begun."""
+        ...
+
+    def find(self, hashes: bytes) -> list[DramPlace | None]:
+        """Where the blocks are, in the order of their hashes (16 bytes each).
+
+        May wait for another process, for a short while: if that does not answer, the blocks are nowhere.
+        """
+        ...
+
+    def publish(self, places: Sequence[tuple[bytes, DramPlace]]) -> None:
+        """Name places of blocks; a block that is in another host's memory already stays there."""
+        ...
+
+    def swap(self, block_hash: bytes, old: DramPlace, new: DramPlace | None) -> bool:
+        """Compare-and-set: name another place, or none, if the directory still names `old`.
+
+        Returns:
+            Whether it did, or, if that is not known yet, will be seen to.
+        """
+        ...
+
+
 class DramDirectory:
-    """See module. Thread-safe."""
+    """See `Directory`."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, DramHost] = {}

@@ -31,7 +31,7 @@ from millpond.core.kv_layout import KvLayout
 from millpond.core.pool_map import PoolMap, StorageNodeInfo
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.store.buffers import BufferPool
-from millpond.store.chain import BlockChain, Hit, HitExtent, cut_at_windows
+from millpond.store.chain import BlockChain, Hit, HitExtent, cut_at_windows, hit_of
 from millpond.store.clock import Clock, SystemClock
 from millpond.store.extent_get import ExtentGet, GetResult, ReadTools, RowOrder, RowSink
 from millpond.store.extent_put import ExtentPuts, PutRequest, PutResult, WriteTools
@@ -79,10 +79,28 @@ class HealOrder:
     """The extent in that chain."""
 
 
+class PoolGet:
+    """A get that may be cancelled."""
+
+    def __init__(self, get: ExtentGet, end: Callable[[GetResult], None]) -> None:
+        self._get = get
+        self._end = end
+
+    def run(self) -> GetResult:
+        """Read, in the caller's thread; see `Pool.get`."""
+        result = self._get.run()
+        self._end(result)
+        return result
+
+    def cancel(self) -> None:
+        """Give up, from any thread: `run` returns soon, with what it has."""
+        self._get.cancel()
+
+
 class Prefetch:
     """A get that runs in the background."""
 
-    def __init__(self, get: ExtentGet, future: Future[GetResult]) -> None:
+    def __init__(self, get: PoolGet, future: Future[GetResult]) -> None:
         self._get = get
         self._future = future
 
@@ -202,7 +220,7 @@ class Pool:
         )
         if not isinstance(answer, Matched):
             raise InvariantBroken(f"match is answered with {answer}")
-        return _hit(chain, answer)
+        return hit_of(chain, answer)
 
     def get(
         self,
@@ -226,22 +244,32 @@ class Pool:
             How many leading blocks of the chain were delivered whole, and why not more. What the pool has
             lost is forgotten by the metadata, so that the next match does not find it.
         """
-        result = self._make_get(hit, sink, deadline_ns, order, is_use=is_use).run()
-        self._forget_gone(hit, result, deadline_ns)
-        return result
+        return self.begin_get(hit, sink, deadline_ns=deadline_ns, order=order, is_use=is_use).run()
+
+    def begin_get(
+        self,
+        hit: Hit,
+        sink: RowSink,
+        *,
+        deadline_ns: int,
+        order: RowOrder = RowOrder.EXTENTS,
+        is_use: bool = True,
+    ) -> PoolGet:
+        """Prepare a `get` that its caller runs, and that others may cancel."""
+        if not all(self._plans.knows(part.stripe) for part in hit.extents):
+            self._refresh_quietly(deadline_ns)
+        tools = ReadTools(
+            self._client, self._buffers, self._plans.plan_of, self._settings.pool.min_piece_kib * 1024
+        )
+        get = ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order, is_use=is_use)
+        return PoolGet(get, lambda result: self._forget_gone(hit, result, deadline_ns))
 
     def prefetch(
         self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder = RowOrder.ROWS
     ) -> Prefetch:
         """Read a hit in the background; see `get`. The sink is called by another thread."""
-        get = self._make_get(hit, sink, deadline_ns, order)
-
-        def run() -> GetResult:
-            result = get.run()
-            self._forget_gone(hit, result, deadline_ns)
-            return result
-
-        return Prefetch(get, self._prefetches.submit(run))
+        get = self.begin_get(hit, sink, deadline_ns=deadline_ns, order=order)
+        return Prefetch(get, self._prefetches.submit(get.run))
 
     def put(
         self,
@@ -350,16 +378,6 @@ class Pool:
         for link in self._links.values():
             link.close()
 
-    def _make_get(
-        self, hit: Hit, sink: RowSink, deadline_ns: int, order: RowOrder, *, is_use: bool = True
-    ) -> ExtentGet:
-        if not all(self._plans.knows(part.stripe) for part in hit.extents):
-            self._refresh_quietly(deadline_ns)
-        tools = ReadTools(
-            self._client, self._buffers, self._plans.plan_of, self._settings.pool.min_piece_kib * 1024
-        )
-        return ExtentGet(tools, hit, sink, deadline_ns=deadline_ns, order=order, is_use=is_use)
-
     def _forget_gone(self, hit: Hit, result: GetResult, deadline_ns: int) -> None:
         """Let the metadata forget what a get found lost, in the time that is left of it and a little more."""
         until_ns = min(self._soon_ns(), max(deadline_ns, time.monotonic_ns() + _GRACE_NS))
@@ -426,16 +444,3 @@ class Pool:
 
     def _soon_ns(self) -> int:
         return time.monotonic_ns() + int(self._settings.pool.metadata_s * SECOND_NS)
-
-
-def _hit(chain: BlockChain, matched: Matched) -> Hit:
-    """Make a hit of an answer, as far as it is without gaps and inside the chain."""
-    parts: list[HitExtent] = []
-    covered = 0
-    for location, begin in zip(matched.extents, matched.begins, strict=True):
-        end = min(begin + location.num_blocks, matched.num_blocks, len(chain.digests))
-        if begin > covered or end <= covered:
-            break
-        parts.append(HitExtent(location, begin, end - begin))
-        covered = end
-    return Hit(chain, covered, tuple(parts))

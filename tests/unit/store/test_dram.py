@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from millpond.core.errors import ChecksumMismatch, ConfigError, DataError, QuotaExceeded, StaleEpoch
+from millpond.core.errors import (
+    ArenaFull,
+    ChecksumMismatch,
+    ConfigError,
+    DataError,
+    InvariantBroken,
+    QuotaExceeded,
+    StaleEpoch,
+)
 from millpond.policies.spill import SpillParams
 from millpond.store.chain import BlockChain
-from millpond.store.dram import DramLevel, DramParams, WriteExtents
-from millpond.store.dram_arena import DramArena, SlotRef
+from millpond.store.codec.checksum import checksum
+from millpond.store.dram import DramLevel, DramParams
+from millpond.store.dram_arena import NUM_LANES, DramArena, SlotRef
 from millpond.store.dram_directory import DramDirectory, DramHost, DramPlace
-from millpond.store.dram_reader import DramPeers, TieredReader, TieredResult
+from millpond.store.dram_reader import DramPeers
+from millpond.store.dram_spill import WriteExtents
 from millpond.store.net.connection import Connection
 from millpond.store.net.dram_server import DramServer
 from millpond.store.net.messages import NodeStatus, NodeStatusQuery, PeerRead
+from millpond.store.tiered_load import TieredLoader
 from tests.unit.store.pool_cluster import (
     LAYOUT,
     Cluster,
@@ -28,11 +39,10 @@ from tests.unit.store.pool_cluster import (
     bytes_of,
     chain_of,
     cluster,
-    empty_blocks,
     soon,
 )
 
-SLOT_BYTES = LAYOUT.block_bytes + 32
+SLOT_BYTES = LAYOUT.block_bytes + 40
 S = 10**9
 
 
@@ -47,23 +57,35 @@ class HandClock:
         return self.now_ns // S
 
 
+@dataclass(frozen=True)
+class Got:
+    num_blocks: int
+    from_memory: int = 0
+    from_peers: int = 0
+    from_pool: int = 0
+
+
 @dataclass
 class Host:
     name: str
     level: DramLevel
-    reader: TieredReader
+    loader: TieredLoader
     server: DramServer
     clock: HandClock
 
     def put(self, chain: BlockChain, begin: int = 0, end: int | None = None) -> int:
         return self.level.put(chain, begin, blocks_of(chain, begin, end), deadline_ns=soon())
 
-    def read(self, chain: BlockChain) -> TieredResult:
-        blocks = empty_blocks(len(chain.digests))
-        result = self.reader.read(chain, blocks, deadline_ns=soon())
-        for block, digest in zip(blocks[: result.num_blocks], chain.digests, strict=False):
-            assert np.array_equal(block, bytes_of(digest)), "wrong bytes"
-        return result
+    def read(self, chain: BlockChain) -> Got:
+        """Load a chain, check every byte, and give all back."""
+        load = self.loader.begin(chain, b"", deadline_ns=soon())
+        if load is None:
+            return Got(0)
+        result = self.loader.run(load, deadline_ns=soon())
+        for held, digest in zip(load.blocks[: result.num_blocks], chain.digests, strict=False):
+            assert np.array_equal(self.level.arena.view(held.ref.slot), bytes_of(digest)), "wrong bytes"
+        self.loader.release(load)
+        return Got(result.num_blocks, result.from_memory, result.from_peers, result.from_pool)
 
 
 @dataclass
@@ -80,12 +102,11 @@ class Hosts:
         *,
         epoch: int = 1,
         evict: str = "lru",
+        max_pinned_ratio: float = 1.0,
         write: WriteExtents | None = None,
     ) -> Host:
         path = self.folder / f"{name}-{epoch}.arena"
-        arena = DramArena.create(
-            path, num_slots * SLOT_BYTES + 3 * 4096, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=epoch
-        )
+        arena = DramArena.create(path, num_slots * SLOT_BYTES + 4 * 4096, LAYOUT, epoch=epoch)
         assert arena.num_slots >= num_slots
         server = DramServer(arena, name, "127.0.0.1:0", token="t")
         server.start()
@@ -97,15 +118,16 @@ class Hosts:
             directory=self.directory,
             window=self.made.pool.window,
             write=write or self.made.pool.put,
-            params=DramParams(evict, SpillParams(idle_s=30, retry_s=5)),
+            params=DramParams(evict, SpillParams(idle_s=30, retry_s=5), max_pinned_ratio),
             clock=clock,
         )
         peers = DramPeers(self.directory, name=name, token="t")
+        loader = TieredLoader(level, self.directory, peers, self.made.pool)
         self.stack.callback(level.close, deadline_ns=soon(60))
-        self.stack.callback(level.check)
+        self.stack.callback(loader.check)
         self.stack.callback(peers.close)
         self.stack.callback(server.stop, 5.0)
-        return Host(name, level, TieredReader(level, self.directory, peers, self.made.pool), server, clock)
+        return Host(name, level, loader, server, clock)
 
 
 @contextmanager
@@ -132,7 +154,7 @@ def test_small_turns_wait_and_become_one_extent_when_the_session_is_idle(made: H
     assert host.level.spill_due(deadline_ns=soon()) == 0
     assert host.level.num_waiting == 10
     assert extents_of(made, chain) == []
-    assert host.read(chain) == TieredResult(10, 10, 0, 0)
+    assert host.read(chain) == Got(10, 10, 0, 0)
     host.clock.now_ns += 30 * S
     assert host.level.spill_due(deadline_ns=soon()) == 10
     assert host.level.num_waiting == 0
@@ -181,8 +203,8 @@ def test_a_chain_larger_than_the_memory_goes_through_it(made: Hosts) -> None:
     host, chain = made.add("h0", 8), chain_of(50)
     assert host.put(chain) == 50
     result = host.read(chain)
-    assert result.num_blocks == 50
-    assert result.num_local + result.num_pool == 50
+    assert result.num_blocks == 8, "as much as there is room for"
+    assert result.from_memory + result.from_pool == 8
     host.level.spill_all(deadline_ns=soon())
     host.level.check()
     assert made.made.pool.match(chain).num_blocks == 50
@@ -208,7 +230,7 @@ def test_metadata_that_is_down_does_not_lose_what_waits(made: Hosts) -> None:
     host.put(chain)
     made.made.metadata.is_down = True
     assert host.level.spill_all(deadline_ns=soon()) == 0
-    assert host.read(chain) == TieredResult(5, 5, 0, 0)
+    assert host.read(chain) == Got(5, 5, 0, 0)
     made.made.metadata.is_down = False
     host.clock.now_ns += 30 * S
     assert host.level.spill_due(deadline_ns=soon()) == 5
@@ -277,14 +299,16 @@ def test_sessions_that_part_inside_a_window_are_both_written_whole(made: Hosts) 
 
 
 def test_another_host_reads_over_its_socket_and_then_from_disk(made: Hosts) -> None:
-    here, there = made.add("h0"), made.add("h1")
+    here, there, third = made.add("h0"), made.add("h1"), made.add("h2")
     chain = chain_of(6)
     here.put(chain)
-    assert there.read(chain) == TieredResult(6, 0, 6, 0)
+    assert there.read(chain) == Got(6, 0, 6, 0)
+    assert there.read(chain) == Got(6, 6, 0, 0), "kept"
     here.level.spill_all(deadline_ns=soon())
     made.directory.leave("h0", 1)
-    assert there.read(chain) == TieredResult(6, 0, 0, 6)
-    assert there.read(chain) == TieredResult(6, 6, 0, 0), "kept"
+    made.directory.leave("h1", 1)
+    assert third.read(chain) == Got(6, 0, 0, 6)
+    assert third.read(chain) == Got(6, 6, 0, 0), "kept"
 
 
 def test_the_disks_and_two_memories_together_make_one_chain(made: Hosts) -> None:
@@ -293,11 +317,10 @@ def test_the_disks_and_two_memories_together_make_one_chain(made: Hosts) -> None
     made.made.put(chain, 0, 32)
     here.put(chain, 32, 40)
     there.put(chain, 40, 44)
-    assert there.reader.match(chain) == 44
-    assert there.read(chain) == TieredResult(44, 4, 8, 32)
+    assert there.read(chain) == Got(44, 4, 8, 32)
 
 
-def test_an_old_pointer_reads_nothing_and_the_reader_asks_again(made: Hosts) -> None:
+def test_an_old_pointer_reads_nothing_and_the_disks_are_asked(made: Hosts) -> None:
     here, there = made.add("h0", 4), made.add("h1")
     chain, other = chain_of(4), chain_of(4, first_id=10**6)
     here.put(chain)
@@ -307,8 +330,8 @@ def test_an_old_pointer_reads_nothing_and_the_reader_asks_again(made: Hosts) -> 
     made.directory.publish(
         [(digest[:16], place) for digest, place in zip(chain.digests, old, strict=True) if place]
     )
-    assert there.read(chain) == TieredResult(4, 0, 0, 4)
-    assert here.server.num_stale == 8, "tried twice each"
+    assert there.read(chain) == Got(4, 0, 0, 4)
+    assert here.server.num_stale == 4
 
 
 def test_the_loss_of_a_host_ends_all_its_places_at_once(made: Hosts) -> None:
@@ -322,7 +345,7 @@ def test_the_loss_of_a_host_ends_all_its_places_at_once(made: Hosts) -> None:
     assert again.read(chain).num_blocks == 0, "a new life of the host knows nothing of the old"
     made.directory.leave("h0", epoch=1)  # late news of the old life
     again.put(chain)
-    assert there.read(chain) == TieredResult(5, 0, 5, 0)
+    assert there.read(chain) == Got(5, 0, 5, 0)
 
 
 def test_a_host_that_died_without_a_word_costs_hits_and_nothing_else(made: Hosts) -> None:
@@ -331,7 +354,7 @@ def test_a_host_that_died_without_a_word_costs_hits_and_nothing_else(made: Hosts
     here.put(chain)
     here.level.spill_all(deadline_ns=soon())
     assert here.server.stop(5.0)
-    assert there.read(chain) == TieredResult(5, 0, 0, 5)
+    assert there.read(chain) == Got(5, 0, 0, 5)
 
 
 def test_a_bit_that_flips_in_memory_is_never_read_or_written(made: Hosts) -> None:
@@ -349,7 +372,7 @@ def test_a_bit_that_flips_in_memory_is_never_read_or_written(made: Hosts) -> Non
 
 
 def test_readers_of_slots_that_are_reused_meanwhile_never_see_a_mixture(made: Hosts) -> None:
-    host = made.add("h0", 6)
+    host = made.add("h0", 13, max_pinned_ratio=0.5)
     chains = [chain_of(6, first_id=10**6 * index) for index in range(4)]
     stop = threading.Event()
     failures: list[AssertionError] = []
@@ -358,7 +381,8 @@ def test_readers_of_slots_that_are_reused_meanwhile_never_see_a_mixture(made: Ho
         try:
             while not stop.is_set():
                 for chain in chains:
-                    host.read(chain)
+                    with suppress(ArenaFull):
+                        host.read(chain)
         except AssertionError as error:
             failures.append(error)
 
@@ -372,55 +396,101 @@ def test_readers_of_slots_that_are_reused_meanwhile_never_see_a_mixture(made: Ho
     for thread in threads:
         thread.join()
     assert not failures
-    assert host.level.counts.evicted >= 6 * 12
+    assert host.level.counts.evicted >= 6 * 10
 
 
 @pytest.mark.parametrize("evict", ["lru", "s3fifo"])
-def test_copies_of_what_was_read_never_push_out_what_is_not_on_disk(made: Hosts, evict: str) -> None:
+def test_what_is_loaded_never_pushes_out_what_is_not_on_disk(made: Hosts, evict: str) -> None:
     host = made.add("h0", 8, evict=evict)
     chain, other = chain_of(6), chain_of(30, first_id=10**6)
     made.made.put(other)
     host.put(chain)
-    assert host.read(other).num_blocks == 30
+    made.made.metadata.is_down = True
+    assert host.read(chain) == Got(6, 6, 0, 0)
+    made.made.metadata.is_down = False
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = True
+    with pytest.raises(ArenaFull):
+        host.read(other)
+    host.loader.check()
     assert host.level.num_waiting == 6
-    assert host.level.num_blocks == 8
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = False
+    assert host.read(other) == Got(8, 0, 0, 8), "as much as there is room for"
+    assert host.read(other) == Got(8, 8, 0, 0)
+    assert host.read(chain) == Got(6, 0, 0, 6)
 
 
 def test_the_arena_is_read_by_path_and_refuses_what_is_none(tmp_path: Path) -> None:
     path = tmp_path / "arena"
-    arena = DramArena.create(path, 20 * SLOT_BYTES, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=9)
+    arena = DramArena.create(path, 20 * SLOT_BYTES, LAYOUT, epoch=9)
     chain = chain_of(1)
     block, name = bytes_of(chain.digests[0]), chain.digests[0][:16]
-    ref = arena.put(name, block)
+    ref = arena.reserve()
     assert ref is not None
-    reader = DramArena.attach(path)
+    writer, reader = DramArena.attach(path, writable=True), DramArena.attach(path)
     assert (reader.epoch, reader.fingerprint, reader.num_slots) == (9, LAYOUT.fingerprint, arena.num_slots)
     out = np.zeros(LAYOUT.block_bytes, np.uint8)
-    reader.read(ref, name, out)
+    assert writer.is_current(ref)
+    writer.view(ref.slot)[:] = block
+    with pytest.raises(StaleEpoch):
+        reader.read(ref, name, out)  # not before it is sealed
+    arena.seal(ref, name, checksum(block.data))
+    assert reader.read(ref, name, out) == checksum(block.data)
     assert np.array_equal(out, block)
+    for wrong in (SlotRef(ref.slot, ref.generation + 1), SlotRef(10**6, 0), SlotRef(-1, 0)):
+        with pytest.raises(StaleEpoch):
+            reader.read(wrong, name, out)
+        assert not reader.is_filling_or_holds(wrong, name)
+        assert not writer.is_current(wrong)
     with pytest.raises(StaleEpoch):
         reader.read(ref, bytes(16), out)
-    with pytest.raises(StaleEpoch):
-        reader.read(SlotRef(10**6, 0), name, out)
     arena.free(ref)
+    assert not writer.is_current(ref)
     with pytest.raises(StaleEpoch):
         reader.read(ref, name, out)
-    ref = arena.put(name, block)
+    for misuse in (lambda: arena.free(ref), lambda: arena.seal(ref, name, 0), lambda: arena.unseal(ref)):
+        with pytest.raises(InvariantBroken):
+            misuse()
+    ref = arena.reserve(name)
     assert ref is not None
+    assert reader.is_filling_or_holds(ref, name)
+    arena.view(ref.slot)[:] = block
+    arena.seal(ref, name, checksum(block.data))
     arena.view(ref.slot)[0] ^= 1
     with pytest.raises(ChecksumMismatch):
         reader.read(ref, name, out)
     arena.check([ref])
-    reader.close()
-    arena.close()
+    for other in (writer, reader, arena):
+        other.close()
     assert not path.exists()
     path.write_bytes(b"x" * 100)
     with pytest.raises(DataError):
         DramArena.attach(path)
     with pytest.raises(ConfigError):
-        DramArena.create(path, 4096, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=1)
+        DramArena.create(path, 4096, LAYOUT, epoch=1)
     with pytest.raises(ConfigError):
-        DramArena.create(path, 1 << 46, LAYOUT.block_bytes, LAYOUT.fingerprint, epoch=1)
+        DramArena.create(path, 1 << 46, LAYOUT, epoch=1)
+
+
+def test_lanes_count_for_one_load_each(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    arena = DramArena.create(path, 20 * SLOT_BYTES, LAYOUT, epoch=9)
+    reader = DramArena.attach(path)
+    lanes = [arena.take_lane() for _ in range(NUM_LANES)]
+    assert None not in lanes
+    assert arena.take_lane() is None
+    for lane in lanes:
+        arena.count_ready(lane, [lane + row for row in range(arena.num_rows)])
+    assert [reader.rows_ready(lane, 2) for lane in lanes] == [lane + 2 for lane in lanes]
+    arena.give_back_lane(lanes[5])
+    again = arena.take_lane()
+    assert again not in lanes
+    arena.count_ready(again, [77] * arena.num_rows)
+    assert reader.rows_ready(lanes[5], 0) == 0, "the old number counts nothing"
+    assert reader.rows_ready(again, 0) == 77
+    reader.close()
+    arena.close()
 
 
 def test_the_server_answers_what_is_no_read_and_survives_garbage(made: Hosts) -> None:

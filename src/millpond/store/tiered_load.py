@@ -1,0 +1,453 @@
+"""`TieredLoader`: brings the leading blocks of a chain into slots of the arena, row after row.
+
+A load holds one slot per block: blocks that are in memory stay there, and the others come from other hosts'
+memory or from the disks into slots that become blocks of the level once they are whole. Loads that want the
+same block share its slot: one of those that run fetches it, the others are told of its rows too, and take
+over if it fails.
+
+How far a load has come is counted in its lane of the arena, for whoever reads the slots. What was told once
+stays true as long as the load is held: the bytes of a row are not written again, whatever happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from millpond.core.errors import ArenaFull, InvalidRequest, MillpondError
+from millpond.core.hashing import BLOCK_HASH_BYTES
+from millpond.core.units import SECOND_NS
+from millpond.store.chain import BlockChain, Hit
+from millpond.store.codec.checksum import checksum
+from millpond.store.dram import DramLevel
+from millpond.store.dram_arena import SlotRef
+from millpond.store.dram_blocks import HeldBlock
+from millpond.store.dram_directory import Directory, DramPlace
+from millpond.store.dram_reader import DramPeers, PeerCall
+from millpond.store.extent_get import GetEnd, RowOrder
+from millpond.store.located import parse_located
+from millpond.store.pool import Pool, PoolGet
+from millpond.store.slot_sink import SlotSink
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How much of a load is true, and from where it came."""
+
+    num_blocks: int
+    """Leading blocks of which every row is in its slot."""
+    reasons: tuple[str, ...]
+    """Why not all; empty if all came. `damaged`, `absent`, `late`, `cancelled`, `lost`, `stale`."""
+    from_memory: int
+    """Of `num_blocks`: those that were in this host's memory, or that another load brought."""
+    from_peers: int
+    from_pool: int
+
+
+class TieredLoad:
+    """One load. Its fields are the loader's, but for the properties.
+
+    Args:
+        chain: The leading blocks that seem to be had.
+        blocks: Their slots.
+        lane: Counts their rows.
+        hit: What the disks seem to have of them.
+        places: Where the blocks are that other hosts seem to have in memory, by index.
+    """
+
+    def __init__(
+        self,
+        chain: BlockChain,
+        blocks: Sequence[HeldBlock],
+        lane: int,
+        hit: Hit,
+        places: dict[int, DramPlace],
+    ) -> None:
+        self.chain = chain
+        self.blocks = tuple(blocks)
+        self.lane = lane
+        self.hit = hit
+        self.places = places
+        self.told = np.zeros(len(blocks), np.int64)
+        """Per block: leading rows that can be read."""
+        self.limit = len(blocks)
+        """Blocks from here on are not fetched any more."""
+        self.reasons: list[str] = []
+        self.from_peers: set[int] = set()
+        self.from_pool: set[int] = set()
+        self.get: PoolGet | None = None
+        self.calls: list[tuple[int, PeerCall]] = []
+        self.has_matched = False
+        """Whether the metadata was asked by this load."""
+        self.is_running = False
+        self.is_cancelled = False
+        self.is_released = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have a slot, at least one."""
+        return len(self.blocks)
+
+    @property
+    def slots(self) -> tuple[SlotRef, ...]:
+        """Where the blocks are or will be."""
+        return tuple(held.ref for held in self.blocks)
+
+    @property
+    def names(self) -> list[bytes]:
+        """Hashes of the blocks."""
+        return [held.name for held in self.blocks]
+
+
+class TieredLoader:
+    """See module. Thread-safe.
+
+    Args:
+        level: This host's memory.
+        directory: Which other host has what.
+        peers: Reads from them.
+        pool: The disks.
+    """
+
+    def __init__(self, level: DramLevel, directory: Directory, peers: DramPeers, pool: Pool) -> None:
+        self._level = level
+        self._arena = level.arena
+        self._directory = directory
+        self._peers = peers
+        self._pool = pool
+        self._changed = threading.Condition(level.lock)
+        """One lock for blocks and loads: what a load is told of a block cannot change between."""
+        self._loads: list[TieredLoad] = []
+        self._owners: dict[HeldBlock, TieredLoad] = {}
+        """Which load fetches a block now."""
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that were begun and not yet given back."""
+        return len(self._loads)
+
+    def begin(self, chain: BlockChain, located: bytes, *, deadline_ns: int) -> TieredLoad | None:
+        """Hold slots for the longest prefix that seems to be had. May wait for the metadata.
+
+        Args:
+            chain: The blocks wanted.
+            located: Packed `Matched` of this chain, a hint; anything else counts as nothing.
+            deadline_ns: For what is asked, on the monotonic clock.
+
+        Returns:
+            A load to `run` and to `release`; None if not even the first block is to be had.
+
+        Raises:
+            ArenaFull: No room, or no lane, now. Nothing is held.
+            InvalidRequest: The chain has a block twice.
+        """
+        names = [digest[:BLOCK_HASH_BYTES] for digest in chain.digests]
+        if len(set(names)) != len(names):
+            raise InvalidRequest("a chain has a block twice", code="dram.chain")
+        with self._changed:
+            here = {index for index, name in enumerate(names) if self._level.blocks.knows(name)}
+        places = self._find(names, [index for index in range(len(names)) if index not in here])
+        hit = parse_located(chain, located, self._pool.window)
+        length = _num_had(len(names), here, places, hit)
+        has_matched = length < len(names)
+        if has_matched:
+            hit = max(hit, self._match(chain, deadline_ns), key=lambda one: one.num_blocks)
+            length = _num_had(len(names), here, places, hit)
+        if not length:
+            return None
+        wanted = replace(chain, digests=chain.digests[: min(length, self._level.blocks.max_pinned)])
+        blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests], deadline_ns)
+        load = TieredLoad(wanted, blocks, lane, _cut_hit(hit, wanted), places)
+        load.has_matched = has_matched
+        with self._changed:
+            self._loads.append(load)
+            load.told[:] = [0 if held.is_whole else held.num_rows for held in blocks]
+            self._count(load)
+        return load
+
+    def run(self, load: TieredLoad, *, deadline_ns: int) -> LoadResult:
+        """Bring what is missing, in the caller's thread. Once for each load.
+
+        Returns:
+            The valid prefix. Nothing about memory, peers or pool raises.
+        """
+        with self._changed:
+            if load.is_released:
+                return LoadResult(0, ("cancelled",), 0, 0, 0)
+            load.is_running = True
+        try:
+            self._verify(load)
+            while wanted := self._claim(load, deadline_ns):
+                self._fetch(load, wanted, deadline_ns)
+        finally:
+            with self._changed:
+                load.is_running = False
+                if load.is_released:
+                    self._end(load)
+        num_blocks = int(_ready(load.told, self._arena.num_rows)[-1])
+        self._level.touch(replace(load.chain, digests=load.chain.digests[:num_blocks]))
+        from_peers, from_pool = (
+            sum(index < num_blocks for index in came) for came in (load.from_peers, load.from_pool)
+        )
+        reasons = tuple(dict.fromkeys(load.reasons)) if num_blocks < load.num_blocks else ()
+        return LoadResult(num_blocks, reasons, num_blocks - from_peers - from_pool, from_peers, from_pool)
+
+    def cancel(self, load: TieredLoad) -> None:
+        """Give up, from any thread: `run` returns soon, with what it has."""
+        with self._changed:
+            load.is_cancelled = True
+            get, calls = load.get, list(load.calls)
+            self._changed.notify_all()
+        if get is not None:
+            get.cancel()
+        for _, call in calls:
+            call.cancel()
+
+    def release(self, load: TieredLoad) -> None:
+        """Give lane and slots back, from any thread: now, or when `run` has stopped. Once is enough."""
+        self.cancel(load)
+        with self._changed:
+            if load.is_released:
+                return
+            load.is_released = True
+            if not load.is_running:
+                self._end(load)
+
+    def check(self) -> None:
+        """Check that the loads hold what is held.
+
+        Raises:
+            InvariantBroken: They do not.
+        """
+        self._level.check()
+        with self._changed:
+            self._level.blocks.check_pins([load.blocks for load in self._loads])
+
+    # --- one load ---------------------------------------------------------------------------------
+
+    def _verify(self, load: TieredLoad) -> None:
+        """Prove what is in memory; what is damaged is to be fetched like what is not here."""
+        num_rows = self._arena.num_rows
+        for index, held in enumerate(load.blocks):
+            if load.is_cancelled or index >= load.limit:
+                return
+            if not held.is_whole:
+                continue
+            is_intact = self._arena.is_intact(held.ref)
+            with self._changed:
+                if is_intact and held.is_whole:
+                    held.num_rows = load.told[index] = num_rows
+                    self._count(load)
+                elif not self._level.blocks.reopen(held):
+                    self._cut(load, index, "damaged")
+
+    def _claim(self, load: TieredLoad, deadline_ns: int) -> list[int]:
+        """Blocks that this load is to fetch, waiting for other loads if there is nothing else to do.
+
+        Empty at the end: everything is there, or nothing more will come.
+        """
+        with self._changed:
+            while True:
+                missing = np.flatnonzero(load.told[: load.limit] < self._arena.num_rows).tolist()
+                if not missing:
+                    return []
+                left_ns = deadline_ns - time.monotonic_ns()
+                if load.is_cancelled or left_ns <= 0:
+                    self._cut(load, missing[0], "cancelled" if load.is_cancelled else "late")
+                    return []
+                ours = [index for index in missing if load.blocks[index] not in self._owners]
+                # Others were told rows of it when it was whole: they must not be written.
+                damaged = [index for index in ours if load.blocks[index].num_rows > load.told[index]]
+                if damaged:
+                    self._cut(load, damaged[0], "damaged")
+                elif ours:
+                    self._owners.update((load.blocks[index], load) for index in ours)
+                    return ours
+                else:
+                    self._changed.wait(left_ns / SECOND_NS)
+
+    def _fetch(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> None:
+        """Fetch blocks that are ours, and let go of them."""
+        reason = "absent"
+        try:
+            left = self._fetch_from_peers(load, wanted, deadline_ns)
+            if left:
+                reason = self._fetch_from_pool(load, left, deadline_ns)
+        finally:
+            self._settle(load, wanted, reason)
+
+    def _settle(self, load: TieredLoad, wanted: Sequence[int], reason: str) -> None:
+        """Whole blocks become blocks of the level; of the others another load may have more luck."""
+        num_rows = self._arena.num_rows
+        contents = {
+            index: checksum(self._arena.view(load.blocks[index].ref.slot).data)
+            for index in wanted
+            if load.told[index] == num_rows
+        }
+        with self._changed:
+            for index in reversed(wanted):  # tail first: it is to leave first
+                held = load.blocks[index]
+                del self._owners[held]
+                if index in contents:
+                    self._level.blocks.complete(held, contents[index])
+                else:
+                    self._level.blocks.forsake(held)
+                    self._cut(load, index, "cancelled" if load.is_cancelled else reason)
+            self._changed.notify_all()
+
+    def _fetch_from_peers(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> list[int]:
+        """Read what other hosts have, all at once, in half of the time; returns what they did not give.
+
+        Their bytes land in the slots before they are proved, so not where somebody may read rows already.
+        """
+        now_ns = time.monotonic_ns()
+        until_ns = now_ns + (deadline_ns - now_ns) // 2
+        calls: list[tuple[int, PeerCall]] = []
+        for index in wanted:
+            place, held = load.places.get(index), load.blocks[index]
+            if place is None or held.num_rows or load.is_cancelled:
+                continue
+            out = self._arena.view(held.ref.slot)
+            call = self._peers.start(place, held.name, out, deadline_ns=until_ns)
+            if call is not None:
+                calls.append((index, call))
+        with self._changed:
+            load.calls = calls
+        if load.is_cancelled:
+            self.cancel(load)
+        came: set[int] = set()
+        for index, call in calls:
+            if call.finish(deadline_ns=until_ns):
+                came.add(index)
+                self._tell(load, [index], self._arena.num_rows)
+        load.from_peers |= came
+        return [index for index in wanted if index not in came]
+
+    def _fetch_from_pool(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> str:
+        """Read the extents with the blocks wanted; returns why not all of them came."""
+        if wanted[-1] >= load.hit.num_blocks and not load.has_matched:
+            load.has_matched = True
+            load.hit = _cut_hit(self._match(load.chain, deadline_ns), load.chain)
+        had = {index for index in wanted if index < load.hit.num_blocks}
+        parts = tuple(part for part in load.hit.extents if had.intersection(range(part.begin, part.end)))
+        if not parts:
+            return "absent"
+        blocks = {index: load.blocks[index] for index in had}
+        sink = SlotSink(self._arena, blocks, lambda indices, rows: self._tell(load, indices, rows))
+        get = self._pool.begin_get(
+            Hit(load.chain, parts[-1].end, parts), sink, deadline_ns=deadline_ns, order=RowOrder.ROWS
+        )
+        with self._changed:
+            load.get = get
+        if load.is_cancelled:
+            get.cancel()
+        result = get.run()
+        load.from_pool |= {index for index in had if load.told[index] == self._arena.num_rows}
+        why = next((end for end in result.ends if end != GetEnd.WHOLE), None)
+        return "absent" if why is None else why.name.lower()
+
+    def _tell(self, load: TieredLoad, indices: Sequence[int], num_rows: int) -> None:
+        """Leading rows of blocks that a load fetches are in place: tell all loads that hold them."""
+        with self._changed:
+            for index in indices:
+                load.blocks[index].num_rows = max(load.blocks[index].num_rows, num_rows)
+            for one in self._loads:
+                shared = [i for i in indices if i < one.num_blocks and one.blocks[i] is load.blocks[i]]
+                if shared:
+                    one.told[shared] = np.maximum(one.told[shared], num_rows)
+                    self._count(one)
+            if num_rows == self._arena.num_rows:
+                self._changed.notify_all()
+
+    def _count(self, load: TieredLoad) -> None:
+        self._arena.count_ready(load.lane, _ready(load.told, self._arena.num_rows))
+
+    def _cut(self, load: TieredLoad, limit: int, reason: str) -> None:
+        if limit < load.limit:
+            load.limit = limit
+            load.reasons.append(reason)
+
+    def _end(self, load: TieredLoad) -> None:
+        self._loads.remove(load)
+        for held in load.blocks:
+            self._level.blocks.unpin(held)
+        self._arena.give_back_lane(load.lane)
+
+    def _hold(self, names: Sequence[bytes], deadline_ns: int) -> tuple[list[HeldBlock], int]:
+        """Slots and a lane, or neither; what waits to be written is written if nothing else makes room."""
+        try:
+            return self._try_hold(names)
+        except ArenaFull as error:
+            if error.code != "dram.full":
+                raise
+        now_ns = time.monotonic_ns()
+        self._level.make_room(len(names), deadline_ns=now_ns + (deadline_ns - now_ns) // 2)
+        return self._try_hold(names)
+
+    def _try_hold(self, names: Sequence[bytes]) -> tuple[list[HeldBlock], int]:
+        with self._changed:
+            lane = self._arena.take_lane()
+            if lane is None:
+                raise ArenaFull("as many loads as there may be", code="dram.lanes")
+            try:
+                return self._level.blocks.pin(names), lane
+            except ArenaFull:
+                self._arena.give_back_lane(lane)
+                raise
+
+    def _find(self, names: Sequence[bytes], wanted: Sequence[int]) -> dict[int, DramPlace]:
+        if not wanted:
+            return {}
+        places = self._directory.find(b"".join(names[index] for index in wanted))
+        return {
+            index: place
+            for index, place in zip(wanted, places, strict=True)
+            if place is not None and place.host != self._level.host
+        }
+
+    def _match(self, chain: BlockChain, deadline_ns: int) -> Hit:
+        try:
+            return self._pool.match(chain, deadline_ns=deadline_ns)
+        except MillpondError as error:
+            log.info("disks not asked", code=error.code)
+            return Hit(chain, 0, ())
+
+
+def _num_had(length: int, here: set[int], places: dict[int, DramPlace], hit: Hit) -> int:
+    """Leading blocks that somebody seems to have."""
+    return next(
+        (
+            index
+            for index in range(length)
+            if index >= hit.num_blocks and index not in here and index not in places
+        ),
+        length,
+    )
+
+
+def _cut_hit(hit: Hit, chain: BlockChain) -> Hit:
+    """The part of a hit that lies in the leading blocks of its chain."""
+    end = len(chain.digests)
+    parts = tuple(
+        replace(part, num_blocks=min(part.end, end) - part.begin) for part in hit.extents if part.begin < end
+    )
+    return Hit(chain, min(hit.num_blocks, end), parts)
+
+
+def _ready(told: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+    """Per row: how many leading blocks have it.
+
+    Args:
+        told: `[blocks]`, leading rows that each has.
+        num_rows: Of the layout.
+    """
+    in_all_before = np.minimum.accumulate(told)
+    return np.searchsorted(-in_all_before, -np.arange(num_rows), side="left")
