@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millpond.core.request import SloClass
+from millpond.core.request import SloClass, StateRestore
 
 MAX_EFFORT = 100
 
@@ -58,6 +58,10 @@ class GatewayParams:
     """Longest silence of a running sequence before it is cancelled with an error."""
     client_deadline_s: float = 60.0
     """Longest time a client may leave its stream unread before it is taken for gone."""
+    match: bool = True
+    """Look up what is kept of each prompt; without it everything is computed, and kept all the same."""
+    match_deadline_ms: int = 50
+    """Time that looking up a prompt may take; then it is computed."""
     ready_silence_s: float = 30.0
     """`/ready` turns red when work waits and no token was produced for so long."""
     drain_s: float = 30.0
@@ -86,3 +90,6 @@ class TenantParams:
     """Calls per minute; 0: no limit of its own."""
     tokens_per_minute: int = 0
     """Prompt and output tokens per minute; 0: no limit of its own."""
+    state_restore: StateRestore = StateRestore.REPLAY
+    """How the window state of a model that has one is brought back after a hit: `exact`, or `replay`, quicker
+    and approximate. A request may say otherwise."""

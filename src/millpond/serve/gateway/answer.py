@@ -39,7 +39,9 @@ class AnswerHead:
     system_fingerprint: str
 
 
-def make_usage(prepared: PreparedCall, num_output_tokens: int, num_reasoning_tokens: int) -> schema.Usage:
+def make_usage(
+    prepared: PreparedCall, *, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int
+) -> schema.Usage:
     """Token counts of a call."""
     details: schema.CompletionTokensDetails | UnsetType = UNSET
     if prepared.make_parser is not None:
@@ -49,7 +51,7 @@ def make_usage(prepared: PreparedCall, num_output_tokens: int, num_reasoning_tok
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=0),
+        prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=num_cached_tokens),
         completion_tokens_details=details,
     )
 

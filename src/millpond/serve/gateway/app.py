@@ -162,7 +162,9 @@ class _SmallRoutes:
 
     async def metrics(self, _request: Request) -> Response:
         report = await self._gateway.link.fetch_report(REPORT_DEADLINE_S)
-        return Response(self._gateway.metrics.render() + render_service(report), media_type=CONTENT_TYPE)
+        metrics = self._gateway.metrics
+        service = render_service(report, self._gateway.gateway, metrics.num_cached_tokens)
+        return Response(metrics.render() + service, media_type=CONTENT_TYPE)
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": millpond.__version__})

@@ -73,17 +73,27 @@ class _Choice:
         "detokenizer",
         "is_done",
         "matcher",
+        "num_cached_tokens",
         "num_calls",
+        "num_prompt_tokens",
         "num_reasoning_tokens",
         "num_tokens",
         "parser",
     )
 
-    def __init__(self, detokenizer: Detokenizer, parser: ReplyParser | None, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        detokenizer: Detokenizer,
+        parser: ReplyParser | None,
+        stop: tuple[str, ...],
+    ) -> None:
         self.detokenizer = detokenizer
         self.parser = parser
         self.matcher = StopMatcher(stop) if stop else None
+        self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0
+        self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.num_calls = 0
         self.is_done = False
@@ -107,10 +117,13 @@ class Assembly:
         make_detokenizer = model.make_chat_detokenizer if prepared.is_chat else model.make_detokenizer
         make_parser = prepared.make_parser
         self._choices = [
-            _Choice(make_detokenizer(), make_parser() if make_parser else None, prepared.stop)
-            for _ in range(prepared.num_sequences)
+            _Choice(len(ids), make_detokenizer(), make_parser() if make_parser else None, prepared.stop)
+            for ids in prepared.prompts
+            for _ in range(prepared.num_choices)
         ]
         self._num_running = len(self._choices)
+        self._firsts = self._choices[:: prepared.num_choices]
+        """Of each prompt: what is said of the prompt is what became of its first choice."""
 
     @property
     def is_done(self) -> bool:
@@ -121,6 +134,16 @@ class Assembly:
     def num_output_tokens(self) -> int:
         """Tokens of all choices, ending tokens included."""
         return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were loaded and not computed, each prompt once."""
+        return sum(choice.num_cached_tokens for choice in self._firsts)
+
+    @property
+    def num_started_tokens(self) -> int:
+        """Tokens of the prompts that have been computed: their first token has come."""
+        return sum(choice.num_prompt_tokens for choice in self._firsts if choice.num_tokens)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -144,6 +167,9 @@ class Assembly:
         return pieces
 
     def _piece(self, index: int, choice: _Choice, token: TokenOut) -> Piece:
+        if not choice.num_tokens:
+            # At least one token of a prompt is computed, whatever a worker says.
+            choice.num_cached_tokens = min(token.num_cached_tokens, choice.num_prompt_tokens - 1)
         choice.num_tokens += 1
         if choice.parser is not None and choice.parser.is_reasoning:
             choice.num_reasoning_tokens += 1

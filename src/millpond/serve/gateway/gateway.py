@@ -17,7 +17,9 @@ from millpond.core.request import RequestSpec
 from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Admission
 from millpond.serve.gateway.bad_input import decode_body
+from millpond.serve.gateway.kv_names import KvNames
 from millpond.serve.gateway.link import Call, ControllerLink
+from millpond.serve.gateway.matcher import PrefixMatcher
 from millpond.serve.gateway.metrics import GatewayMetrics
 from millpond.serve.gateway.openai_schema import ChatRequest, CompletionRequest
 from millpond.serve.gateway.served_model import ServedModel
@@ -45,6 +47,8 @@ class Gateway:
         link: Way to the service.
         tenants: Who may call.
         clocks: Time.
+        kv: Names of the KV; None: nothing is kept.
+        matcher: Looks up what is kept; None: nothing is looked up.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Gateway:
         link: ControllerLink,
         tenants: Tenants,
         clocks: Clocks,
+        kv: KvNames | None = None,
+        matcher: PrefixMatcher | None = None,
     ) -> None:
         self.gateway = gateway
         self.reply_to = reply_to
@@ -65,6 +71,8 @@ class Gateway:
         self.link = link
         self.tenants = tenants
         self.clocks = clocks
+        self._kv = kv
+        self._matcher = matcher
         self.admission = Admission(params, clocks.monotonic_ns, lambda: link.num_waiting_tokens)
         self.metrics = GatewayMetrics(link, model.names[0])
         self.is_draining = False
@@ -129,6 +137,8 @@ class Gateway:
         """One spec per sequence; choices of one prompt differ in `sampling.choice`."""
         slo = tenant.pick_slo(prepared.service_tier)
         tenant.check_priority(prepared.priority)
+        restore = prepared.state_restore or tenant.params.state_restore
+        kv = self._kv.identity(tenant, prepared.cache_salt, restore) if self._kv is not None else None
         return [
             RequestSpec(
                 request_id=RequestId(f"{call_id}-{prompt * prepared.num_choices + choice}"),
@@ -140,9 +150,32 @@ class Gateway:
                 tenant=tenant.name,
                 slo=slo,
                 priority=prepared.priority,
+                kv=kv,
+                state_restore=restore,
             )
             for prompt, ids in enumerate(prepared.prompts)
             for choice in range(prepared.num_choices)
+        ]
+
+    async def find_cached(self, specs: list[RequestSpec], num_choices: int) -> list[RequestSpec]:
+        """Look up what is kept of the prompts, each once.
+
+        Args:
+            specs: Of one call, the choices of a prompt one after the other.
+            num_choices: Of each prompt.
+
+        Returns:
+            The specs, with what was found.
+        """
+        matcher = self._matcher
+        if matcher is None:
+            return specs
+        questions = [matcher.match(spec.kv, spec.prompt_ids) for spec in specs[::num_choices] if spec.kv]
+        results = await asyncio.gather(*questions)
+        for result in results:
+            self.metrics.on_matched(result)
+        return [
+            replace(spec, cached=results[index // num_choices].cached) for index, spec in enumerate(specs)
         ]
 
     @contextmanager

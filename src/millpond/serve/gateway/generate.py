@@ -54,6 +54,8 @@ class GenerateEndpoint:
         prepared = await run_for_body(lambda: gateway.prepare(body, is_chat=self._is_chat), body)
         call_id = (_CHAT_ID if self._is_chat else "cmpl-") + secrets.token_hex(12)
         specs = gateway.make_specs(call_id, prepared, tenant)
+        specs = await gateway.find_cached(specs, prepared.num_choices)
+        # Nothing waits between admission and submission: what is waiting would not be known yet.
         with (
             gateway.admission.admit(tenant, len(specs), prepared.num_prompt_tokens) as permit,
             gateway.submitted(specs) as call,
@@ -155,7 +157,12 @@ class _Run:
 
     def _usage(self) -> Usage:
         assembly = self._assembly
-        return make_usage(self._prepared, assembly.num_output_tokens, assembly.num_reasoning_tokens)
+        return make_usage(
+            self._prepared,
+            num_cached_tokens=assembly.num_cached_tokens,
+            num_output_tokens=assembly.num_output_tokens,
+            num_reasoning_tokens=assembly.num_reasoning_tokens,
+        )
 
     def _book(self) -> None:
         num_tokens = self._assembly.num_output_tokens
@@ -163,6 +170,8 @@ class _Run:
         first_ns = self._first_ns if num_tokens else None
         ttft_s = None if first_ns is None else (first_ns - self._arrived_ns) / SECOND_NS
         latency_s = (self._gateway.clocks.monotonic_ns() - self._arrived_ns) / SECOND_NS
+        num_cached_tokens = self._assembly.num_cached_tokens
+        self._gateway.metrics.on_prompts(self._assembly.num_started_tokens, num_cached_tokens)
         self._gateway.metrics.on_ended(
             self._reason,
             ttft_s=ttft_s,
@@ -175,6 +184,7 @@ class _Run:
             request_id=self._request_id,
             reason=self._reason,
             num_prompt_tokens=self._prepared.num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
             num_output_tokens=num_tokens,
             ttft_s=ttft_s,
             latency_s=latency_s,

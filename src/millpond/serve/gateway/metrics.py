@@ -12,10 +12,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from millpond.serve.gateway.link import ControllerLink
+from millpond.serve.gateway.matcher import MatchResult
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_MATCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
@@ -29,6 +31,8 @@ class GatewayMetrics:
 
     def __init__(self, link: ControllerLink, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.num_cached_tokens = 0
+        """Prompt tokens that were loaded and not computed, as all answers together have said."""
         self._model = model
         labels = ("model_name",)
 
@@ -70,6 +74,26 @@ class GatewayMetrics:
         self._prompt_alias = Counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted calls", labels, registry=self.registry
         ).labels(model)
+        self._prefix_queries = Counter(
+            "vllm:prefix_cache_queries", "Prompt tokens", labels, registry=self.registry
+        ).labels(model)
+        self._prefix_hits = Counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that were loaded", labels, registry=self.registry
+        ).labels(model)
+        self._matches = Counter(
+            "millpond_prefix_match",
+            "Prompts by what became of the question how much of them is kept",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._matched_tokens = Counter(
+            "millpond_prefix_matched_tokens",
+            "Prompt tokens that seemed to be kept; what was loaded of them is told with the prompt tokens",
+            registry=self.registry,
+        )
+        self._match_seconds = histogram(
+            "millpond_prefix_match_seconds", "Time of that question, hashing included", _MATCH_S
+        )
         self.registry.register(_LinkCollector(link, model))
 
     def on_refused(self, code: str) -> None:
@@ -80,6 +104,24 @@ class GatewayMetrics:
         """A call was submitted."""
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_alias.inc(num_prompt_tokens)
+
+    def on_matched(self, result: MatchResult) -> None:
+        """A prompt was looked up."""
+        self._matches.labels(result.outcome).inc()
+        self._match_seconds.observe(result.num_seconds)
+        if result.cached is not None:
+            self._matched_tokens.inc(result.cached.num_tokens)
+
+    def on_prompts(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Prompts of a call got their first token.
+
+        Args:
+            num_tokens: Tokens of these prompts, each prompt once.
+            num_cached_tokens: Those of them that were loaded and not computed.
+        """
+        self.num_cached_tokens += num_cached_tokens
+        self._prefix_queries.inc(num_tokens)
+        self._prefix_hits.inc(num_cached_tokens)
 
     def on_ended(
         self, reason: str, *, ttft_s: float | None, latency_s: float, num_tokens_per_choice: float

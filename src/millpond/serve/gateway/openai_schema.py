@@ -126,6 +126,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    state_restore: str | None = None
     priority: int | None = None
     service_tier: str | None = None
     user: str | None = None

@@ -24,12 +24,15 @@ from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.app import make_app
 from millpond.serve.gateway.gateway import Clocks, Gateway
 from millpond.serve.gateway.http_protocol import BoundedHttpProtocol
+from millpond.serve.gateway.kv_names import KvNames, load_kv_names
 from millpond.serve.gateway.link import ControllerLink
+from millpond.serve.gateway.matcher import PrefixMatcher
 from millpond.serve.gateway.model_loading import load_served_model
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.tenants import OPEN_TENANT, Tenants, load_salts
 from millpond.serve.rpc import Connected, Dealer, Network, Pull
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
+from millpond.store.metadata.client import MetadataClient
 
 MAX_BATCH = 64
 """Messages taken in one go before other tasks get their turn."""
@@ -60,6 +63,7 @@ def run_gateway(config: Config, folder: RunFolder) -> None:
     tenant_names = [tenant.name for tenant in config.tenants] or [OPEN_TENANT]
     tenants = Tenants(config.tenants, load_salts(Path(config.supervise.state_dir), tenant_names))
     with (
+        open_pool(config, folder) as (kv, matcher),
         open_http_socket(config.gateway) as http,
         Network(folder.load_keys()) as network,
         Dealer(network, control_endpoint(config, folder), GATEWAY) as control,
@@ -69,7 +73,30 @@ def run_gateway(config: Config, folder: RunFolder) -> None:
             log.warning("gateway.open_to_all", host=config.gateway.host, remedy="configure a [[tenant]]")
         sockets = Sockets(http, control, tokens)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_gateway(config.gateway, model, tenants, sockets))
+            runner.run(serve_gateway(config.gateway, model, tenants, sockets, kv, matcher))
+
+
+@contextlib.contextmanager
+def open_pool(config: Config, folder: RunFolder) -> Iterator[tuple[KvNames | None, PrefixMatcher | None]]:
+    """Names of the KV and the way to the pool's metadata, as far as the service has a pool and looks it up.
+
+    Raises:
+        ModelFormatError: The model's files cannot be used.
+    """
+    access = folder.load_pool_access()
+    if access is None:
+        yield None, None
+        return
+    kv = load_kv_names(config)
+    if not config.gateway.match:
+        yield kv, None
+        return
+    metadata = MetadataClient(access.metadata, name=GATEWAY, token=access.token)
+    matcher = PrefixMatcher(metadata, window=kv.window, deadline_ms=config.gateway.match_deadline_ms)
+    try:
+        yield kv, matcher
+    finally:
+        matcher.close()
 
 
 def open_http_socket(params: GatewayParams) -> socket.socket:
@@ -90,7 +117,12 @@ def open_http_socket(params: GatewayParams) -> socket.socket:
 
 
 async def serve_gateway(
-    params: GatewayParams, model: ServedModel, tenants: Tenants, sockets: Sockets
+    params: GatewayParams,
+    model: ServedModel,
+    tenants: Tenants,
+    sockets: Sockets,
+    kv: KvNames | None = None,
+    matcher: PrefixMatcher | None = None,
 ) -> None:
     """Answer HTTP on open sockets until SIGTERM or SIGINT; return when drained."""
     link = ControllerLink(GATEWAY, sockets.control, now_ns=time.monotonic_ns)
@@ -102,6 +134,8 @@ async def serve_gateway(
         link=link,
         tenants=tenants,
         clocks=Clocks(time.monotonic_ns, lambda: time.time_ns() // SECOND_NS),
+        kv=kv,
+        matcher=matcher,
     )
     server = _Server(
         uvicorn.Config(

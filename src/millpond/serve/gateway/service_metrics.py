@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from millpond.core.ids import GatewayId
+
 _RANK_GAUGES = {
     "num_seqs": ("millpond_rank_sequences", "Sequences that hold memory"),
     "num_queued": ("millpond_rank_sequences_queued", "Assigned sequences that hold nothing yet"),
@@ -21,22 +23,27 @@ _RANK_GAUGES = {
 """Field of a rank's view -> (metric, text)."""
 
 
-def render_service(report: str | None) -> bytes:
+def render_service(report: str | None, gateway: GatewayId, num_cached_tokens: int) -> bytes:
     """Make the metrics of a `StatusReport`.
 
     Args:
         report: Its JSON text; None if the controller did not answer.
+        gateway: Our name.
+        num_cached_tokens: Prompt tokens of answered calls that were loaded: leaders count those that they
+            computed, once more if it was done again.
     """
     registry = CollectorRegistry()
-    registry.register(_Service(json.loads(report) if report is not None else None))
+    own = {gateway: {"millpond_prompt_tokens_total:cached": float(num_cached_tokens)}}
+    registry.register(_Service(json.loads(report) if report is not None else None, own))
     return generate_latest(registry)
 
 
 class _Service(Collector):
     """One report, read once."""
 
-    def __init__(self, report: dict[str, Any] | None) -> None:
+    def __init__(self, report: dict[str, Any] | None, own: dict[str, dict[str, float]]) -> None:
         self._report = report
+        self._own = own
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the report."""
@@ -44,13 +51,14 @@ class _Service(Collector):
         yield GaugeMetricFamily(
             "millpond_controller_up", "1 while the controller answers", int(report is not None)
         )
+        groups: dict[str, Any] = report["groups"] if report is not None else {}
+        yield from _values({name: state["values"] for name, state in groups.items()} | self._own)
         if report is None:
             return
         yield GaugeMetricFamily(
             "millpond_queue_requests", "Requests without a group", report["queue"]["num_queued"]
         )
-        yield from _rank_gauges(report["groups"])
-        yield from _group_values(report["groups"])
+        yield from _rank_gauges(groups)
 
 
 def _rank_gauges(groups: dict[str, Any]) -> Iterator[Metric]:
@@ -62,16 +70,16 @@ def _rank_gauges(groups: dict[str, Any]) -> Iterator[Metric]:
         yield gauge
 
 
-def _group_values(groups: dict[str, Any]) -> Iterator[Metric]:
-    """Counters and gauges that leaders report by name; `name:source` has its source as a label."""
+def _values(values_by_group: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    """Counters and gauges that are reported by name; `name:source` has its source as a label."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-    for group, state in groups.items():
-        for full_name, value in state["values"].items():
+    for group, values in values_by_group.items():
+        for full_name, value in values.items():
             name, _, source = full_name.partition(":")
             family = families.get(name)
             if family is None:
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                family = kind(name, "Reported by group leaders", labels=("group", "source"))
+                family = kind(name, "Reported by leaders and daemons", labels=("group", "source"))
                 families[name] = family
             family.add_metric((group, source), value)
     yield from families.values()

@@ -40,13 +40,13 @@ class Tenant:
         """Name in metrics and logs."""
         return self.params.name
 
-    def effective_salt(self, cache_salt: str) -> bytes:
-        """Salt of a request's KV: the tenant's own, then the client's, each after its u32 length.
+    @property
+    def number(self) -> int:
+        """Number of the tenant in the pool, u32: what it stores is charged to it.
 
-        Two tenants never share one, whatever `cache_salt` they send. Source: interfaces A.1.
+        Two tenants may have one number by chance; their KV is told apart by their salts all the same.
         """
-        parts = (self.salt, cache_salt.encode())
-        return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        return int.from_bytes(hashlib.sha256(self.salt).digest()[:4], "little")
 
     def pick_slo(self, service_tier: str | None) -> SloClass:
         """Class of a request: the tenant's own unless it asks for a lower one.

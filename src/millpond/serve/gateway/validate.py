@@ -11,7 +11,7 @@ from typing import Any
 
 from millpond.config.gateway_params import GatewayParams
 from millpond.core.errors import ContextTooLong, UnknownModel
-from millpond.core.request import SamplingParams, token_ids
+from millpond.core.request import SamplingParams, StateRestore, token_ids
 from millpond.engine.chat_format import ReplyParser
 from millpond.engine.text_guard import all_texts
 from millpond.serve.gateway.bad_input import refuse, refuse_unsupported
@@ -65,6 +65,8 @@ class PreparedCall:
     echo: tuple[str, ...]
     """Text that each prompt's answers start with: the prompt itself, or nothing."""
     cache_salt: str
+    state_restore: StateRestore | None
+    """None: as the tenant has it."""
     priority: int
     service_tier: str | None
     make_parser: Callable[[], ReplyParser] | None = None
@@ -316,6 +318,14 @@ def _max_tokens(
     return asked
 
 
+def _state_restore(asked: str | None) -> StateRestore | None:
+    if asked is None:
+        return None
+    if asked not in list(StateRestore):
+        refuse("state_restore", asked, f"give {' or '.join(StateRestore)}")
+    return StateRestore(asked)
+
+
 def _prepared(
     request: SamplingFields,
     sampling: SamplingParams,
@@ -346,6 +356,7 @@ def _prepared(
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         echo=echo or ("",) * len(prompts),
         cache_salt=salt,
+        state_restore=_state_restore(request.state_restore),
         priority=_whole("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY, 0),
         service_tier=request.service_tier,
     )

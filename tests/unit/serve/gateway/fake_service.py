@@ -24,7 +24,9 @@ from millpond.core.request import FinishReason, RequestSpec
 from millpond.engine.chat_format import ChatPrompt, Conversation
 from millpond.serve.gateway.app import make_app
 from millpond.serve.gateway.gateway import Clocks, Gateway
+from millpond.serve.gateway.kv_names import KvNames
 from millpond.serve.gateway.link import ControllerLink
+from millpond.serve.gateway.matcher import PrefixMatcher
 from millpond.serve.gateway.served_model import ServedModel
 from millpond.serve.gateway.tenants import OPEN_TENANT, Tenants
 
@@ -115,11 +117,17 @@ def worker_tokens(spec: RequestSpec, output: Iterable[int]) -> list[TokenOut]:
                 -0.5 if has_logprobs else 0.0,
                 top if has_logprobs else (),
                 finish,
+                num_cached_tokens=cached_tokens(spec) if index == len(spec.output_ids) else 0,
             )
         )
         if finish is not None:
             break
     return tokens[len(spec.output_ids) :]
+
+
+def cached_tokens(spec: RequestSpec) -> int:
+    """What workers load: all that the gateway found."""
+    return spec.cached.num_tokens if spec.cached is not None else 0
 
 
 @dataclass
@@ -186,6 +194,8 @@ def make_gateway(
     model: ServedModel | None = None,
     now_ns: Callable[[], int] = time.monotonic_ns,
     max_model_len: int = MAX_MODEL_LEN,
+    kv: KvNames | None = None,
+    matcher: PrefixMatcher | None = None,
 ) -> Gateway:
     link = ControllerLink(GatewayId("gw0"), service, now_ns=now_ns)
     service.link = link
@@ -200,6 +210,8 @@ def make_gateway(
         link=link,
         tenants=Tenants(tenants, salts),
         clocks=Clocks(now_ns, lambda: 1_700_000_000),
+        kv=kv,
+        matcher=matcher,
     )
 
 

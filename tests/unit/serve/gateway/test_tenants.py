@@ -11,8 +11,11 @@ import pytest
 
 from millpond.config.gateway_params import GatewayParams, TenantParams
 from millpond.core.errors import ConfigError
-from millpond.core.request import SloClass
+from millpond.core.hashing import root_digest
+from millpond.core.kv_layout import KvLayout, StatePart, uniform_layout
+from millpond.core.request import SloClass, StateRestore
 from millpond.core.units import SECOND_NS
+from millpond.serve.gateway.kv_names import KvNames
 from millpond.serve.gateway.tenants import SALT_FILE, Tenants, load_salts
 from tests.unit.serve.gateway.fake_service import FakeService, ask, chat_body, make_gateway, says
 
@@ -164,14 +167,31 @@ def test_the_services_own_limit_is_503_with_retry_after() -> None:
     assert ask(gateway, CHAT, chat_body(n=3)).status_code == 200
 
 
-def test_two_tenants_never_share_a_salt_whatever_they_send() -> None:
+PLAIN = KvNames(b"m" * 32, uniform_layout(2, 32, "u8"))
+WITH_STATE = KvNames(
+    b"m" * 32, KvLayout(uniform_layout(2, 32, "u8").rows, (StatePart(0, "window", 64, persisted=True),))
+)
+
+
+def test_bug_28_two_tenants_never_share_a_root_whatever_they_send() -> None:
     salts = {"alice": b"a" * 32, "bob": b"b" * 32}
     tenants = Tenants((ALICE, TenantParams("bob", (sha("key-b"),))), salts)
     alice, bob = (tenants.authenticate(f"Bearer {key}") for key in ("key-a1", "key-b"))
     texts = ["", "x", "xx", salts["bob"].decode()]
-    made = [tenant.effective_salt(text) for tenant in (alice, bob) for text in texts]
+    made = [
+        names.identity(tenant, text, restore).root
+        for names in (PLAIN, WITH_STATE, KvNames(b"n" * 32, uniform_layout(2, 32, "u8")))
+        for tenant in (alice, bob)
+        for text in texts
+        for restore in ((StateRestore.EXACT, StateRestore.REPLAY) if names is WITH_STATE else ("exact",))
+    ]
     assert len(set(made)) == len(made)
-    assert alice.effective_salt("x") == b"\x20\0\0\0" + b"a" * 32 + b"\x01\0\0\0x"
+    layout = uniform_layout(2, 32, "u8").fingerprint
+    plain = PLAIN.identity(alice, "x", StateRestore.REPLAY)
+    assert plain.root == root_digest(b"m" * 32, layout, b"a" * 32, b"x"), "interfaces A.1"
+    assert plain == PLAIN.identity(alice, "x", StateRestore.EXACT), "without state all is exact"
+    assert alice.number != bob.number
+    assert alice.number == int.from_bytes(hashlib.sha256(b"a" * 32).digest()[:4], "little")
 
 
 def test_salts_are_kept_in_the_state_folder(tmp_path: Path) -> None:
