@@ -1,5 +1,6 @@
 # Everything runs from .venv, which `make venv` builds; each target does its own set-up.
-# make serve [MODEL=name] [CONFIG=file.toml] [ARGS="..."]    make bench B=engine [ARGS=--quick]
+# make serve [MODEL=name] [CONFIG=file.toml] [STATE=folder] [ARGS="..."]
+# make bench B=engine [ARGS=--quick]
 # make test [ARGS="-k name"]                                 make soak S=crash|bitflip|pool|... [N=rounds]
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 serve: $(STAMP)
-	$(BIN)/millpond serve $(MODEL) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+	$(BIN)/millpond serve $(MODEL) $(if $(CONFIG),--config $(CONFIG)) $(if $(STATE),--state-dir $(STATE)) $(ARGS)
 
 chat: $(STAMP)
 	$(BIN)/millpond chat $(ARGS)

@@ -13,6 +13,7 @@ from millpond.control.extent_write import WriteEnd
 from millpond.store.extent_get import BlockSink
 from millpond.store.local_pool import LocalPool
 from millpond.store.pool import Pool
+from millpond.store.pool_folder import PoolFolder
 from tests.unit.store.pool_cluster import LAYOUT, SETTINGS, blocks_of, chain_of, empty_blocks, soon
 
 CHAIN = chain_of(70)
@@ -135,3 +136,31 @@ def test_errors_are_one_line_and_status_2(tmp_path: Path) -> None:
     missing = ["--token-file", str(tmp_path / "none")]
     found = CliRunner().invoke(app, ["pool", "status", "--metadata", "127.0.0.1:1", *missing])
     assert found.exit_code == 2
+
+
+def test_the_pool_of_this_machine_is_found_by_its_state_folder_and_removed_only_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "pool.toml").write_text(DESCRIPTION)
+    description = load_pool_description(str(tmp_path / "pool.toml"))
+    here = ["--state-dir", str(tmp_path)]
+    folder = PoolFolder(tmp_path / "pool")
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, ["pool", *words, *here])
+
+    found = run("drop", "--all")
+    assert (found.exit_code, found.output) == (0, f"no KV pool in {folder.path}\n")
+    with folder.claimed(), LocalPool(description, folder.path, token="t") as pool:
+        put(pool)
+        assert "3 extents" in run("status").output
+        found = run("drop", "--all")
+        assert found.exit_code == 2
+        assert "stop it" in found.output
+        assert num_read(pool) == 70
+    found = run("drop", "--all")
+    assert found.exit_code == 0
+    assert "removed from" in found.output
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    for words in (["drop"], ["drop", "7", "--all"]):
+        assert run(*words).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +16,22 @@ from millpond.core.units import GIB, MIB
 
 if TYPE_CHECKING:
     from millpond.store.pool_admin import PoolAdmin
+    from millpond.store.pool_folder import PoolFolder
 
 EXIT_STATUS = 2
 """Of a command that could not do what it was told; 1: it did, and found something wrong."""
 
 MetadataOption = Annotated[
-    list[str], typer.Option("--metadata", help="host:port of a metadata shard. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--metadata", help="host:port of a metadata shard. Repeatable. Default: the service on this machine."
+    ),
 ]
 TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the cluster token.")]
+StateDirOption = Annotated[
+    Path | None,
+    typer.Option("--state-dir", help="State folder of the service on this machine; default: XDG's."),
+]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -70,11 +79,13 @@ def placement(
 
 
 @app.command()
-def status(metadata: MetadataOption, token_file: TokenOption = None) -> None:
+def status(
+    metadata: MetadataOption = None, state_dir: StateDirOption = None, token_file: TokenOption = None
+) -> None:
     """Print the state of every process; exit status 1 if one does not do well."""
     from millpond.store.net.messages import MetadataStatus, NodeStatus
 
-    with _admin(metadata, token_file) as admin:
+    with _admin(metadata, state_dir, token_file) as admin:
         found = admin.status()
     epochs = ", ".join(str(epoch.epoch) for epoch in found.pool_map.epochs)
     typer.echo(f"pool map {found.pool_map.version}, placement epochs {epochs}")
@@ -84,9 +95,10 @@ def status(metadata: MetadataOption, token_file: TokenOption = None) -> None:
             continue
         drives = f", drives failed: {len(state.targets_failed)}" if state.targets_failed else ""
         writes = "" if state.accepts_writes else ", takes no writes"
+        foreign = f", segments set aside: {state.num_foreign_segments}" if state.num_foreign_segments else ""
         typer.echo(
             f"{node:<12}{state.num_shards} shards, {state.used_bytes / GIB:.2f} of "
-            f"{state.capacity_bytes / GIB:.2f} GiB{drives}{writes}"
+            f"{state.capacity_bytes / GIB:.2f} GiB{drives}{writes}{foreign}"
         )
     for address, state in sorted(found.metadata.items()):
         if isinstance(state, MetadataStatus):
@@ -99,9 +111,11 @@ def status(metadata: MetadataOption, token_file: TokenOption = None) -> None:
 
 
 @app.command()
-def verify(metadata: MetadataOption, token_file: TokenOption = None) -> None:
+def verify(
+    metadata: MetadataOption = None, state_dir: StateDirOption = None, token_file: TokenOption = None
+) -> None:
     """Count the stripes that are whole, lack shards or are lost; exit status 1 if not all are whole."""
-    with _admin(metadata, token_file) as admin:
+    with _admin(metadata, state_dir, token_file) as admin:
         found = admin.check()
     typer.echo(f"{found.whole} stripes whole, {found.degraded} degraded, {found.lost} lost")
     if found.misplaced:
@@ -114,7 +128,8 @@ def verify(metadata: MetadataOption, token_file: TokenOption = None) -> None:
 
 @app.command()
 def scrub(
-    metadata: MetadataOption,
+    metadata: MetadataOption = None,
+    state_dir: StateDirOption = None,
     nodes: Annotated[list[str] | None, typer.Argument(help="Nodes; all if none is named.")] = None,
     share: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Of the time for which a node is busy with it.")
@@ -124,7 +139,7 @@ def scrub(
     """Read every record, check every byte, and make damaged shards again."""
     from millpond.store.scrub import ScrubParams
 
-    with _admin(metadata, token_file) as admin:
+    with _admin(metadata, state_dir, token_file) as admin:
         names = [admin.known(node) for node in nodes or sorted(admin.links)]
         job = admin.scrub(ScrubParams(share=share))
         num_shards = admin.num_shards(names)
@@ -140,7 +155,8 @@ def scrub(
 
 @app.command()
 def rebuild(
-    metadata: MetadataOption,
+    metadata: MetadataOption = None,
+    state_dir: StateDirOption = None,
     node: Annotated[
         str | None, typer.Argument(help="Node that is back after a loss; none: whatever is missing.")
     ] = None,
@@ -151,7 +167,7 @@ def rebuild(
     """Make lost shards again, what was used last first; what expires within two hours is left out."""
     from millpond.store.rebuild import RebuildParams
 
-    with _admin(metadata, token_file) as admin:
+    with _admin(metadata, state_dir, token_file) as admin:
         job = admin.rebuild(node, RebuildParams(read_mib_s=rate, ttl_s=int(ttl_hours * 3600)))
         _watch(job.run, job.stop, "stripes", lambda: (job.progress.done, job.progress.total))
     found = job.progress
@@ -166,30 +182,48 @@ def rebuild(
 @app.command()
 def drain(
     node: Annotated[str, typer.Argument(help="Storage node that is to leave.")],
-    metadata: MetadataOption,
+    metadata: MetadataOption = None,
+    state_dir: StateDirOption = None,
     token_file: TokenOption = None,
 ) -> None:
     """Give a node no more writes; what it has can be read until it expires."""
-    with _admin(metadata, token_file) as admin:
+    with _admin(metadata, state_dir, token_file) as admin:
         pool_map = admin.drain(node)
     typer.echo(f"placement epoch {pool_map.epochs[-1].epoch} does without {node}")
 
 
 @app.command()
 def drop(
-    tenant: Annotated[int, typer.Argument(min=0, help="Number of the tenant.")],
-    metadata: MetadataOption,
+    tenant: Annotated[int | None, typer.Argument(min=0, help="Number of the tenant.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Everybody: remove the files of a pool on this machine.")
+    ] = False,
+    metadata: MetadataOption = None,
+    state_dir: StateDirOption = None,
     token_file: TokenOption = None,
 ) -> None:
-    """Forget everything that a tenant wrote."""
-    with _admin(metadata, token_file) as admin:
+    """Forget everything that a tenant wrote, or remove the pool of this machine's stopped service."""
+    if everything == (tenant is not None) or (everything and metadata):
+        typer.echo("error: name a tenant, or write --all for the pool on this machine", err=True)
+        raise typer.Exit(EXIT_STATUS)
+    if tenant is None:
+        folder = _local_pool(state_dir)
+        if not folder.path.exists():
+            typer.echo(f"no KV pool in {folder.path}")
+            return
+        with folder.claimed():
+            num_bytes = folder.clear()
+        typer.echo(f"{num_bytes / GIB:.2f} GiB removed from {folder.path}")
+        return
+    with _admin(metadata, state_dir, token_file) as admin:
         count = admin.drop(tenant)
     typer.echo(f"{count} extents forgotten")
 
 
 @app.command()
 def bench(
-    metadata: MetadataOption,
+    metadata: MetadataOption = None,
+    state_dir: StateDirOption = None,
     num_mib: Annotated[int, typer.Option("--mib", min=1, help="MiB to write and read back.")] = 256,
     token_file: TokenOption = None,
 ) -> None:
@@ -198,10 +232,9 @@ def bench(
     from millpond.store.pool import Pool
     from millpond.store.pool_bench import bench_layout, bench_pool
 
-    token = _token(token_file)
     with (
-        _admin(metadata, token_file) as admin,
-        Pool(bench_layout(), admin.metadata, name="pool bench", token=token) as client,
+        _admin(metadata, state_dir, token_file) as admin,
+        Pool(bench_layout(), admin.metadata, name="pool bench", token=admin.token) as client,
         loading_bar("write, read") as on_progress,
     ):
         result = bench_pool(client, num_mib, on_progress)
@@ -212,16 +245,32 @@ def bench(
 
 
 @contextmanager
-def _admin(metadata: list[str], token_file: Path | None) -> Iterator[PoolAdmin]:
+def _admin(
+    metadata: list[str] | None, state_dir: Path | None, token_file: Path | None
+) -> Iterator[PoolAdmin]:
     """The pool; its errors become one line and the exit status."""
     from millpond.store.pool_admin import PoolAdmin
 
     try:
-        with PoolAdmin(metadata, _token(token_file)) as admin:
+        if metadata:
+            access = metadata, _token(token_file)
+        else:
+            folder = _local_pool(state_dir)
+            access = folder.metadata_addresses(), folder.token()
+        with PoolAdmin(*access) as admin:
             yield admin
     except MillpondError as error:
         typer.echo(f"error: {error.message}", err=True)
         raise typer.Exit(EXIT_STATUS) from error
+
+
+def _local_pool(state_dir: Path | None) -> PoolFolder:
+    """Folder of the pool of this machine's service."""
+    from millpond.config.load import load_config
+    from millpond.serve.pool_processes import pool_folder
+
+    overrides = [f"supervise.state_dir={json.dumps(str(state_dir))}"] if state_dir else []
+    return pool_folder(load_config(None, overrides).config)
 
 
 def _token(file: Path | None) -> str:

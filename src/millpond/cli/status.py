@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from millpond.cli.options import ConfigFile, Overrides
+from millpond.core.units import GIB
 
 
 def status(
@@ -17,9 +18,10 @@ def status(
 ) -> None:
     """List processes, groups and queues of the service that this config runs."""
     from millpond.config.load import load_config
-    from millpond.serve.status import fetch_status
+    from millpond.serve.status import fetch_pool_status, fetch_status
 
-    report = fetch_status(load_config(config, overrides or []).config)
+    loaded = load_config(config, overrides or []).config
+    report = fetch_status(loaded) | {"pool": fetch_pool_status(loaded)}
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -53,3 +55,22 @@ def _print(report: dict[str, Any]) -> None:
         f"{is_ready}; {len(report['gateways'])} gateways; {queue['num_requests']} requests,"
         f" {queue['num_queued']} of them wait for a group"
     )
+    console.print(_pool_line(report["pool"]), highlight=False)
+
+
+def _pool_line(pool: dict[str, Any] | None) -> str:
+    if pool is None:
+        return "no KV pool"
+    if "error" in pool:
+        return f"KV pool: {pool['error']}"
+    nodes = [
+        f"{name} down"
+        if "error" in node
+        else f"{name} {node['used_bytes'] / GIB:.2f} of {node['capacity_bytes'] / GIB:.2f} GiB"
+        for name, node in sorted(pool["nodes"].items())
+    ]
+    shards = [
+        f"metadata at {address} down" if "error" in shard else f"{shard['name']} {shard['num_blocks']} blocks"
+        for address, shard in sorted(pool["metadata"].items())
+    ]
+    return f"KV pool {'healthy' if pool['is_healthy'] else 'degraded'}: {', '.join([*nodes, *shards])}"

@@ -102,7 +102,7 @@ def load_pool_description(source: str) -> PoolDescription:
 def _check_sense(description: PoolDescription) -> None:
     for kind, names in (
         ("host", [host.name for host in description.hosts]),
-        ("storage", [node.name for node in description.storage]),
+        ("storage", [*description.shard_names, *(node.name for node in description.storage)]),
     ):
         if len(set(names)) < len(names):
             raise ConfigError(f"{kind}: two have one name", param=kind)

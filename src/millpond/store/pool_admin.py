@@ -70,7 +70,7 @@ class PoolAdmin:
     """
 
     def __init__(self, addresses: Sequence[str], token: str) -> None:
-        self._token = token
+        self.token = token
         self.metadata = MetadataClient(addresses, name="pool admin", token=token)
         self.links: dict[NodeId, NodeLink] = {}
         try:
@@ -170,7 +170,7 @@ class PoolAdmin:
 
     def _connect(self) -> None:
         for info in self.pool_map.nodes:
-            link = NodeLink(info, name="pool admin", token=self._token, params=NodeLinkParams())
+            link = NodeLink(info, name="pool admin", token=self.token, params=NodeLinkParams())
             self.links[info.node] = link
             link.dial()
         for link in self.links.values():

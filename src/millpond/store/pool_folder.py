@@ -126,6 +126,19 @@ class PoolFolder:
         except OSError as error:
             raise ConfigError(f"no KV pool in {self.path}: {error.strerror}") from error
 
+    def metadata_addresses(self) -> tuple[str, ...]:
+        """Addresses of the metadata shards, as they were started last.
+
+        Raises:
+            ConfigError: No pool was ever started here.
+        """
+        try:
+            return msgspec.json.decode(self.map_file.read_bytes(), type=PoolMap).metadata
+        except OSError as error:
+            raise ConfigError(f"no KV pool in {self.path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self.map_file}: {error}; the next start writes it anew") from error
+
     def prepare(
         self, description: PoolDescription, *, token: str | None = None, reads_locally: bool, loopback: bool
     ) -> dict[str, str]:
