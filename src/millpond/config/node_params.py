@@ -41,5 +41,7 @@ class NodeParams:
     """How often what reads found to be missing is put back; 0 switches it off."""
     flush_s: float = 5.0
     """How long writing what waits may take when the service stops."""
+    pool_buffers: int = 12
+    """Extents on their way to or from the pool at once, >= 1; each takes 1.2 times its blocks' memory."""
     pool_retry_s: float = 1.0
     """Pause between tries to reach a pool that is not there."""

@@ -138,15 +138,15 @@ class NodeLeases:
 
     # --- loads -------------------------------------------------------------------------------
 
-    def ask(self, peer: str, order: Load) -> bool:
-        """A rank asks for a load, which joins the queue; whether it did. One that came before is ignored."""
+    def ask(self, peer: str, order: Load) -> HeldLoad | None:
+        """A rank asks for a load, which joins the queue; None if it is ignored, for it came before."""
         lease = self._leases.get(peer)
         if lease is None or lease.is_lapsed or order.number <= lease.last_number:
-            return False
+            return None
         lease.last_number = order.number
         load = lease.loads[order.number] = HeldLoad(peer, order)
         self._queue.append(load)
-        return True
+        return load
 
     def start(self) -> HeldLoad | None:
         """The load that is to find its slots now: the head of the queue. One at a time."""

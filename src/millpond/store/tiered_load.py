@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from millpond.core.errors import ArenaFull, InvalidRequest, MillpondError
@@ -26,85 +26,41 @@ from millpond.core.units import SECOND_NS
 from millpond.store.chain import BlockChain, Hit
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram import DramLevel
-from millpond.store.dram_arena import SlotRef
 from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import Directory, DramPlace
 from millpond.store.dram_reader import DramPeers, PeerCall
 from millpond.store.extent_get import GetEnd, RowOrder
+from millpond.store.load_state import LoadResult, TieredLoad, cut_hit, num_had, rows_ready
 from millpond.store.located import parse_located
-from millpond.store.pool import Pool, PoolGet
 from millpond.store.slot_sink import SlotSink
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """How much of a load is true, and from where it came."""
+class RunningGet(Protocol):
+    """`PoolGet`."""
 
-    num_blocks: int
-    """Leading blocks of which every row is in its slot."""
-    reasons: tuple[str, ...]
-    """Why not all; empty if all came. `damaged`, `absent`, `late`, `cancelled`, `lost`, `stale`."""
-    from_memory: int
-    """Of `num_blocks`: those that were in this host's memory, or that another load brought."""
-    from_peers: int
-    from_pool: int
+    def run(self) -> GetResult:
+        """Read, in the caller's thread."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up, from any thread."""
+        ...
 
 
-class TieredLoad:
-    """One load. Its fields are the loader's, but for the properties.
+class LoadPool(Protocol):
+    """What loads need of a `Pool`, which may not be there yet."""
 
-    Args:
-        chain: The leading blocks that seem to be had.
-        blocks: Their slots.
-        lane: Counts their rows.
-        hit: What the disks seem to have of them.
-        places: Where the blocks are that other hosts seem to have in memory, by index.
-    """
+    window: int
 
-    def __init__(
-        self,
-        chain: BlockChain,
-        blocks: Sequence[HeldBlock],
-        lane: int,
-        hit: Hit,
-        places: dict[int, DramPlace],
-    ) -> None:
-        self.chain = chain
-        self.blocks = tuple(blocks)
-        self.lane = lane
-        self.hit = hit
-        self.places = places
-        self.told = np.zeros(len(blocks), np.int64)
-        """Per block: leading rows that can be read."""
-        self.limit = len(blocks)
-        """Blocks from here on are not fetched any more."""
-        self.reasons: list[str] = []
-        self.from_peers: set[int] = set()
-        self.from_pool: set[int] = set()
-        self.get: PoolGet | None = None
-        self.calls: list[tuple[int, PeerCall]] = []
-        self.has_matched = False
-        """Whether the metadata was asked by this load."""
-        self.is_running = False
-        self.is_cancelled = False
-        self.is_released = False
+    def match(self, chain: BlockChain, *, deadline_ns: int | None = None) -> Hit:
+        """As `Pool.match`."""
+        ...
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that have a slot, at least one."""
-        return len(self.blocks)
-
-    @property
-    def slots(self) -> tuple[SlotRef, ...]:
-        """Where the blocks are or will be."""
-        return tuple(held.ref for held in self.blocks)
-
-    @property
-    def names(self) -> list[bytes]:
-        """Hashes of the blocks."""
-        return [held.name for held in self.blocks]
+    def begin_get(self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder) -> RunningGet:
+        """As `Pool.begin_get`."""
+        ...
 
 
 class TieredLoader:
@@ -117,7 +73,7 @@ class TieredLoader:
         pool: The disks.
     """
 
-    def __init__(self, level: DramLevel, directory: Directory, peers: DramPeers, pool: Pool) -> None:
+    def __init__(self, level: DramLevel, directory: Directory, peers: DramPeers, pool: LoadPool) -> None:
         self._level = level
         self._arena = level.arena
         self._directory = directory
@@ -156,16 +112,16 @@ class TieredLoader:
             here = {index for index, name in enumerate(names) if self._level.blocks.knows(name)}
         places = self._find(names, [index for index in range(len(names)) if index not in here])
         hit = parse_located(chain, located, self._pool.window)
-        length = _num_had(len(names), here, places, hit)
+        length = num_had(len(names), here, places, hit)
         has_matched = length < len(names)
         if has_matched:
             hit = max(hit, self._match(chain, deadline_ns), key=lambda one: one.num_blocks)
-            length = _num_had(len(names), here, places, hit)
+            length = num_had(len(names), here, places, hit)
         if not length:
             return None
         wanted = replace(chain, digests=chain.digests[: min(length, self._level.blocks.max_pinned)])
         blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests], deadline_ns)
-        load = TieredLoad(wanted, blocks, lane, _cut_hit(hit, wanted), places)
+        load = TieredLoad(wanted, blocks, lane, cut_hit(hit, wanted), places)
         load.has_matched = has_matched
         with self._changed:
             self._loads.append(load)
@@ -192,7 +148,7 @@ class TieredLoader:
                 load.is_running = False
                 if load.is_released:
                     self._end(load)
-        num_blocks = int(_ready(load.told, self._arena.num_rows)[-1])
+        num_blocks = int(rows_ready(load.told, self._arena.num_rows)[-1])
         self._level.touch(replace(load.chain, digests=load.chain.digests[:num_blocks]))
         from_peers, from_pool = (
             sum(index < num_blocks for index in came) for came in (load.from_peers, load.from_pool)
@@ -335,7 +291,7 @@ class TieredLoader:
         """Read the extents with the blocks wanted; returns why not all of them came."""
         if wanted[-1] >= load.hit.num_blocks and not load.has_matched:
             load.has_matched = True
-            load.hit = _cut_hit(self._match(load.chain, deadline_ns), load.chain)
+            load.hit = cut_hit(self._match(load.chain, deadline_ns), load.chain)
         had = {index for index in wanted if index < load.hit.num_blocks}
         parts = tuple(part for part in load.hit.extents if had.intersection(range(part.begin, part.end)))
         if not parts:
@@ -368,7 +324,7 @@ class TieredLoader:
                 self._changed.notify_all()
 
     def _count(self, load: TieredLoad) -> None:
-        self._arena.count_ready(load.lane, _ready(load.told, self._arena.num_rows))
+        self._arena.countrows_ready(load.lane, rows_ready(load.told, self._arena.num_rows))
 
     def _cut(self, load: TieredLoad, limit: int, reason: str) -> None:
         if limit < load.limit:
@@ -419,35 +375,3 @@ class TieredLoader:
         except MillpondError as error:
             log.info("disks not asked", code=error.code)
             return Hit(chain, 0, ())
-
-
-def _num_had(length: int, here: set[int], places: dict[int, DramPlace], hit: Hit) -> int:
-    """Leading blocks that somebody seems to have."""
-    return next(
-        (
-            index
-            for index in range(length)
-            if index >= hit.num_blocks and index not in here and index not in places
-        ),
-        length,
-    )
-
-
-def _cut_hit(hit: Hit, chain: BlockChain) -> Hit:
-    """The part of a hit that lies in the leading blocks of its chain."""
-    end = len(chain.digests)
-    parts = tuple(
-        replace(part, num_blocks=min(part.end, end) - part.begin) for part in hit.extents if part.begin < end
-    )
-    return Hit(chain, min(hit.num_blocks, end), parts)
-
-
-def _ready(told: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
-    """Per row: how many leading blocks have it.
-
-    Args:
-        told: `[blocks]`, leading rows that each has.
-        num_rows: Of the layout.
-    """
-    in_all_before = np.minimum.accumulate(told)
-    return np.searchsorted(-in_all_before, -np.arange(num_rows), side="left")

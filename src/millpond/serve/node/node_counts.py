@@ -1,0 +1,89 @@
+"""`NodeCounts`: what a node daemon has done, in the names of `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from millpond.serve.node.host_memory import HostMemory
+from millpond.store.tiered_load import LoadResult
+
+
+@dataclass(slots=True)
+class NodeCounts:
+    """Since the start."""
+
+    loads: int = 0
+    """That ranks asked for."""
+    accepted: int = 0
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """By reason."""
+    shortened: int = 0
+    """Accepted, and fewer blocks came than were promised."""
+    shortened_by: Counter[str] = field(default_factory=Counter[str])
+    """Reasons why."""
+    blocks: Counter[str] = field(default_factory=Counter[str])
+    """Blocks loaded, by where they came from."""
+    states_found: int = 0
+    states_missed: int = 0
+    puts: int = 0
+    """Blocks taken in that were not in memory before."""
+    puts_known: int = 0
+    puts_skipped: int = 0
+    """Messages that made no sense, or came when their lease was over."""
+    leases_expired: int = 0
+
+    def count_accepted(self, *, wants_state: bool, has_state: bool) -> None:
+        """A load has its slots."""
+        self.accepted += 1
+        self.states_found += has_state
+        self.states_missed += wants_state and not has_state
+
+    def count_loaded(self, result: LoadResult, num_promised: int) -> None:
+        """A load has run."""
+        if result.num_blocks < num_promised:
+            self.shortened += 1
+            self.shortened_by.update(result.reasons)
+        self.blocks["memory"] += result.from_memory
+        self.blocks["peers"] += result.from_peers
+        self.blocks["pool"] += result.from_pool
+
+    def values(self, memory: HostMemory) -> dict[str, float]:
+        """Metrics of the daemon and its memory: name, or `name:source`, to value."""
+        level, snapshots = memory.level.counts, memory.snapshots.counts
+        fetches, heals = memory.snapshots.fetches, memory.pool.heals
+        counters: dict[str, float] = {
+            "millpond_node_loads_total": self.loads,
+            "millpond_node_loads_accepted_total": self.accepted,
+            "millpond_node_loads_shortened_total": self.shortened,
+            "millpond_node_puts_total": self.puts,
+            "millpond_node_puts_known_total": self.puts_known,
+            "millpond_node_puts_skipped_total": self.puts_skipped,
+            "millpond_node_leases_expired_total": self.leases_expired,
+            "millpond_node_blocks_spilled_total": level.spilled,
+            "millpond_node_blocks_evicted_total": level.evicted,
+            "millpond_node_blocks_refused_total": level.refused,
+            "millpond_node_blocks_damaged_total": level.damaged,
+            "millpond_node_spills_failed_total": level.failed_spills,
+            "millpond_node_healed_total": heals.healed,
+            "millpond_node_rewritten_total": heals.rewritten,
+            "millpond_node_snapshots_total:kept": snapshots.kept,
+            "millpond_node_snapshots_total:used": snapshots.used,
+            "millpond_node_snapshots_total:missed": self.states_missed,
+            "millpond_node_snapshots_total:replaced": snapshots.replaced,
+            "millpond_node_snapshots_total:evicted": snapshots.evicted,
+            "millpond_node_snapshots_total:expired": snapshots.expired,
+            "millpond_node_snapshots_total:refused": snapshots.refused,
+            "millpond_node_snapshots_total:fetched": fetches.fetched,
+            "millpond_node_snapshots_total:late": fetches.late,
+            "millpond_node_pool_open": memory.pool.is_open,
+            "millpond_node_blocks": memory.level.num_blocks,
+            "millpond_node_blocks_waiting": memory.level.num_waiting,
+            "millpond_node_blocks_capacity": memory.arena.num_slots,
+            "millpond_node_snapshots": memory.snapshots.num_held,
+            "millpond_node_snapshot_bytes": memory.snapshots.num_bytes,
+        }
+        counters |= {f"millpond_node_blocks_loaded_total:{each}": n for each, n in self.blocks.items()}
+        counters |= {f"millpond_node_loads_refused_total:{each}": n for each, n in self.refused.items()}
+        counters |= {f"millpond_node_shortened_total:{each}": n for each, n in self.shortened_by.items()}
+        return counters
