@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import structlog
@@ -29,38 +28,12 @@ from millpond.store.dram import DramLevel
 from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import Directory, DramPlace
 from millpond.store.dram_reader import DramPeers, PeerCall
-from millpond.store.extent_get import GetEnd, RowOrder
-from millpond.store.load_state import LoadResult, TieredLoad, cut_hit, num_had, rows_ready
+from millpond.store.extent_get import GetEnd, GetResult, RowOrder, RowSink
+from millpond.store.load_state import LoadPool, LoadResult, TieredLoad, cut_hit, num_had, rows_ready
 from millpond.store.located import parse_located
 from millpond.store.slot_sink import SlotSink
 
 log = structlog.get_logger(__name__)
-
-
-class RunningGet(Protocol):
-    """`PoolGet`."""
-
-    def run(self) -> GetResult:
-        """Read, in the caller's thread."""
-        ...
-
-    def cancel(self) -> None:
-        """Give up, from any thread."""
-        ...
-
-
-class LoadPool(Protocol):
-    """What loads need of a `Pool`, which may not be there yet."""
-
-    window: int
-
-    def match(self, chain: BlockChain, *, deadline_ns: int | None = None) -> Hit:
-        """As `Pool.match`."""
-        ...
-
-    def begin_get(self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder) -> RunningGet:
-        """As `Pool.begin_get`."""
-        ...
 
 
 class TieredLoader:
@@ -324,7 +297,7 @@ class TieredLoader:
                 self._changed.notify_all()
 
     def _count(self, load: TieredLoad) -> None:
-        self._arena.countrows_ready(load.lane, rows_ready(load.told, self._arena.num_rows))
+        self._arena.count_ready(load.lane, rows_ready(load.told, self._arena.num_rows))
 
     def _cut(self, load: TieredLoad, limit: int, reason: str) -> None:
         if limit < load.limit:
