@@ -15,6 +15,7 @@ from millpond.cli import (
     config,
     metadata,
     model,
+    node_daemon,
     pool,
     process,
     serve,
@@ -53,6 +54,7 @@ app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("storage-node")(storage_node.storage_node)
 app.command("metadata")(metadata.metadata)
+app.command("node-daemon")(node_daemon.node_daemon)
 app.command("collect-env")(collect_env.collect_env)
 app.command("version")(collect_env.version)
 app.add_typer(bench.app, name="bench", help="Measure a running service.")

@@ -164,6 +164,15 @@ class Controller:
             },
             "gateways": sorted(self._dispatcher.gateways),
             "groups": groups,
+            "nodes": {
+                name: {
+                    "incarnation": telemetry.incarnation,
+                    "pid": telemetry.pid,
+                    "values": dict(telemetry.values),
+                }
+                for name, telemetry in self._telemetry.items()
+                if name not in groups
+            },
             "queue": {
                 "num_queued": self._dispatcher.num_queued,
                 "num_requests": self._dispatcher.num_requests,

@@ -103,6 +103,10 @@ def _run_role(spec: ProcessSpec, folder: RunFolder, config: Config) -> None:
         signal.signal(number, lambda *_: stopping.set())
     if spec.role == "controller":
         _run_controller(config, folder, spec, stopping.is_set)
+    elif spec.role == "node":
+        from millpond.serve.node.process import run_node  # noqa: PLC0415 - loads the pool client
+
+        run_node(config, folder, spec.group, spec.incarnation, stopping.is_set)
     else:
         _run_rank(config, folder, spec, stopping.is_set)
 

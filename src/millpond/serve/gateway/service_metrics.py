@@ -52,7 +52,8 @@ class _Service(Collector):
             "millpond_controller_up", "1 while the controller answers", int(report is not None)
         )
         groups: dict[str, Any] = report["groups"] if report is not None else {}
-        yield from _values({name: state["values"] for name, state in groups.items()} | self._own)
+        nodes: dict[str, Any] = report.get("nodes", {}) if report is not None else {}
+        yield from _values({name: state["values"] for name, state in (groups | nodes).items()} | self._own)
         if report is None:
             return
         yield GaugeMetricFamily(

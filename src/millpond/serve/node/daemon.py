@@ -47,7 +47,7 @@ from millpond.serve.node.snapshots import FoundState
 from millpond.serve.rpc import Router, Source, Wakeup, wait_any
 from millpond.store.chain import BlockChain
 from millpond.store.dram_arena import SlotRef
-from millpond.store.tiered_load import LoadResult, TieredLoad
+from millpond.store.load_state import LoadResult, TieredLoad
 
 TICK_NS = 100 * MILLISECOND_NS
 CHECK_NS = 10 * SECOND_NS

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from millpond.serve.node.host_memory import HostMemory
-from millpond.store.tiered_load import LoadResult
+from millpond.store.load_state import LoadResult
 
 
 @dataclass(slots=True)
