@@ -33,7 +33,7 @@ def render_service(report: str | None, gateway: GatewayId, num_cached_tokens: in
             computed, once more if it was done again.
     """
     registry = CollectorRegistry()
-    own = {gateway: {"millpond_prompt_tokens_total:cached": float(num_cached_tokens)}}
+    own = {str(gateway): {"millpond_prompt_tokens_total:cached": float(num_cached_tokens)}}
     registry.register(_Service(json.loads(report) if report is not None else None, own))
     return generate_latest(registry)
 
