@@ -155,7 +155,10 @@ def _completion_choice(
     logprobs = None
     if prepared.sampling.num_logprobs >= 0:
         logprobs = completion_logprobs(_tokens(pieces), model, 0)
-    return schema.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=_finish(pieces))
+    choice = schema.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=_finish(pieces))
+    if prepared.has_token_ids:
+        choice.token_ids = [token.token_id for token in _tokens(pieces)]
+    return choice
 
 
 def _tokens(pieces: Sequence[Piece]) -> list[TokenOut]:

@@ -167,6 +167,7 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
+    return_token_ids: bool | None = None
     # Not supported: taken at the neutral value only.
     best_of: Any = None
     suffix: Any = None
@@ -350,6 +351,8 @@ class CompletionChoice(Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord | None
+    token_ids: list[int] | UnsetType = UNSET
+    """Of the text, if they were asked for: with them a client goes on without tokenising anew."""
 
 
 class CompletionAnswer(Struct, kw_only=True):

@@ -4,10 +4,11 @@
     choice  := role? delta* finish        (chunks of several choices interleave; role in chat only)
 
 `finish_reason` is null in every chunk but the last of a choice, and that one carries no text. There is
-one event per token; a token whose text is held back has an event of its own only if logprobs were
-asked for (they belong to the token), else its text joins the choice's next event. The token that completes
-a tool call has several: one with its id and name, then its arguments in fragments of one JSON text. With
-`include_usage` every chunk has a `usage` field, null in all but the last, whose `choices` are empty.
+one event per token; a token whose text is held back has an event of its own only if logprobs or ids
+were asked for (they belong to the token), else its text joins the choice's next event. The token that
+completes a tool call has several: one with its id and name, then its arguments in fragments of one JSON
+text. With `include_usage` every chunk has a `usage` field, null in all but the last, whose `choices` are
+empty.
 
 The constant bytes of a chunk are made once per call and choice, so that a token costs one JSON string.
 """
@@ -137,6 +138,7 @@ class CompletionFormat(_Format):
 
     def __init__(self, head: AnswerHead, prepared: PreparedCall, model: ServedModel) -> None:
         super().__init__(head, prepared, model, "text_completion")
+        self._has_details = self._has_logprobs or prepared.has_token_ids
         self._text = [self._head + b'{"index":%d,"text":' % index for index in range(prepared.num_sequences)]
         self._echo = [prepared.echo[index // prepared.num_choices] for index in range(prepared.num_sequences)]
         self._offset = [0] * prepared.num_sequences
@@ -151,23 +153,29 @@ class CompletionFormat(_Format):
                 self._echo[index] = ""
                 out.append(self._text[index] + _json(echo) + self._plain_end)
             text = piece.content
-            if self._has_logprobs and piece.token is not None:
-                out.append(self._with_logprobs(index, text, piece.token))
+            if self._has_details and piece.token is not None:
+                out.append(self._with_details(index, text, piece.token))
             elif text:
                 out.append(self._text[index] + _json(text) + self._plain_end)
             if piece.finish is not None:
                 out.append(self._last(index, piece.finish))
         return b"".join(out)
 
-    def _with_logprobs(self, index: int, text: str, token: TokenOut) -> bytes:
-        logprobs = completion_logprobs((token,), self._model, self._offset[index])
-        self._offset[index] += len(logprobs.tokens[0])
+    def _with_details(self, index: int, text: str, token: TokenOut) -> bytes:
+        packed = b"null"
+        if self._has_logprobs:
+            logprobs = completion_logprobs((token,), self._model, self._offset[index])
+            self._offset[index] += len(logprobs.tokens[0])
+            packed = _json(logprobs)
+        ids = b',"token_ids":[%d]' % token.token_id if self._prepared.has_token_ids else b""
         return (
             self._text[index]
             + _json(text)
             + b',"logprobs":'
-            + _json(logprobs)
-            + b',"finish_reason":null}'
+            + packed
+            + b',"finish_reason":null'
+            + ids
+            + b"}"
             + self._tail
         )
 

@@ -69,6 +69,8 @@ class PreparedCall:
     """None: as the tenant has it."""
     priority: int
     service_tier: str | None
+    has_token_ids: bool = False
+    """Answer with the ids of the text's tokens too."""
     make_parser: Callable[[], ReplyParser] | None = None
     """Makes the parser of one choice's text; None: the text is content and nothing else."""
 
@@ -156,7 +158,8 @@ def prepare_completion(
     echo = None
     if request.echo:
         echo = tuple(prompt if isinstance(prompt, str) else model.decode(prompt) for prompt in prompts)
-    return _prepared(request, sampling, max_tokens, ids, stop, is_chat=False, echo=echo)
+    prepared = _prepared(request, sampling, max_tokens, ids, stop, is_chat=False, echo=echo)
+    return replace(prepared, has_token_ids=bool(request.return_token_ids))
 
 
 def check_model(name: str, model: ServedModel) -> None:

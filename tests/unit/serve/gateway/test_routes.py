@@ -18,6 +18,7 @@ from tests.unit.serve.gateway.fake_service import (
     completion_body,
     make_gateway,
     says,
+    sse_events,
 )
 
 CHAT = "/v1/chat/completions"
@@ -221,3 +222,17 @@ def test_metrics_come_without_a_controller() -> None:
     lines = ask(make_gateway(FakeService(is_full=True)), "/metrics", method="GET").text.splitlines()
     assert "millpond_controller_up 0.0" in lines
     assert "millpond_sequences_running 0.0" in lines
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_completion_has_the_ids_of_its_text_if_they_are_asked_for(logprobs: int | None) -> None:
+    gateway = make_gateway(FakeService(says("mill€pond")))
+    body = completion_body(max_tokens=64, return_token_ids=True, logprobs=logprobs)
+    (whole,) = ask(gateway, "/v1/completions", body).json()["choices"]
+    assert bytes(whole["token_ids"]).decode() == whole["text"] == "mill€pond"
+    streamed = ask(gateway, "/v1/completions", body | {"stream": True}).content
+    events = [json.loads(data) for _, data in sse_events(streamed) if data != "[DONE]"]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [id_ for choice in choices for id_ in choice.get("token_ids", ())] == whole["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert "token_ids" not in ask(gateway, "/v1/completions", completion_body()).json()["choices"][0]
