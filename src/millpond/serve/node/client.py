@@ -149,6 +149,17 @@ class NodeClient:
         self._thread = threading.Thread(target=self._run, name="node client", daemon=True)
         self._thread.start()
 
+    @property
+    def epoch(self) -> int:
+        """Of the daemon's life that we have a lease of; 0 while there is none."""
+        arena = self._arena
+        return arena.epoch if arena is not None else 0
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that could be taken."""
+        return len(self._free)
+
     # --- loads -------------------------------------------------------------------------------
 
     def load(self, order: LoadStart, deadline_ns: int) -> None:
