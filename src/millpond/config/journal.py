@@ -38,7 +38,7 @@ from millpond.core.events import RankInfo
 from millpond.core.ids import GroupId
 from millpond.core.units import MIB
 
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 2
 """Raised with every change that an older reader could not read."""
 SUFFIX = ".journal"
 MAX_RECORD_BYTES = wire.MAX_MESSAGE_BYTES
