@@ -13,6 +13,7 @@ from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.group_scheduler import GroupParams, GroupRole
 from millpond.control.invariants import require_sound
 from millpond.control.prefill_scheduler import PrefillParams
+from millpond.core.chance import Chance
 from millpond.core.events import (
     Aborted,
     Assigned,
@@ -20,15 +21,16 @@ from millpond.core.events import (
     HandoffClosed,
     HandoffFailed,
     HandoffSent,
+    Loaded,
     Tick,
 )
 from millpond.core.ids import DpRank, GroupId, RankRef, RequestId
 from millpond.core.plan import GroupPlan, StepKind
-from millpond.core.request import FinishReason, Resume
-from millpond.core.units import BLOCK_TOKENS, SECOND_NS
+from millpond.core.request import FinishReason, StateRestore
+from millpond.core.units import BLOCK_TOKENS
 from millpond.policies.step_vote import StepVoteParams
 from millpond.sim.sim_engine import token_at
-from tests.sim.making import Engines, make_assign, make_scheduler, make_spec
+from tests.sim.making import KV, Engines, make_assign, make_scheduler, make_spec
 
 NAMES = [f"r{i}" for i in range(12)]
 OTHER = RankRef(GroupId("x0"), DpRank(0))
@@ -44,27 +46,48 @@ class GroupLife(RuleBasedStateMachine):
         num_ranks=st.integers(1, 3),
         num_blocks=st.integers(1, 8),
         num_slots=st.integers(1, 5),
-        num_snapshots=st.sampled_from([0, 1, 4]),
+        can_load=st.sampled_from([False, True, True]),
+        has_state=st.booleans(),
+        min_computed_tokens=st.sampled_from([1, 1, 140]),
         num_drafts=st.sampled_from([0, 5]),
         reserve=st.sampled_from([0.0, 0.5, 2.0]),
     )
-    def start(self, num_ranks, num_blocks, num_slots, num_snapshots, num_drafts, reserve):
+    def start(
+        self,
+        num_ranks,
+        num_blocks,
+        num_slots,
+        can_load,
+        has_state,
+        min_computed_tokens,
+        num_drafts,
+        reserve,
+    ):
         params = GroupParams(
-            prefill=PrefillParams(max_step_tokens=MAX_STEP_TOKENS, fetch_ahead_tokens=200, max_held_seqs=4),
+            prefill=PrefillParams(
+                max_step_tokens=MAX_STEP_TOKENS, fetch_ahead_tokens=200, max_held_seqs=4, max_loads_ahead=2
+            ),
             decode=DecodeParams(reserve_blocks_per_seq=reserve, num_draft_tokens=num_drafts),
             vote=StepVoteParams(all_vote_interval=3, any_vote_interval=5, max_prefill_run=2),
         )
-        self.scheduler = make_scheduler(
-            self.role, num_ranks, num_blocks, num_slots, params, num_snapshots=num_snapshots, max_drafts=4
-        )
+        model = {
+            "can_load": can_load,
+            "has_state": has_state,
+            "replay_tokens": BLOCK_TOKENS if has_state else 0,
+            "min_computed_tokens": min_computed_tokens,
+            "max_drafts": 4,
+        }
+        self.scheduler = make_scheduler(self.role, num_ranks, num_blocks, num_slots, params, **model)
         self.num_ranks, self.num_blocks, self.num_slots = num_ranks, num_blocks, num_slots
-        self.engines = Engines(num_ranks)
+        self.engines = Engines(num_ranks, **model)
         self.step: GroupPlan | None = None
         self.specs = {}
         self.attempts = Counter()
         self.closing = set()
         self.sending = set()
         self.receiving = set()
+        self.swapped = {}
+        """Leading tokens that an engine was given, by request."""
         self.reported = Counter()
         self.dropped = set()
         """Aborted, replaced, or handed off and confirmed."""
@@ -77,17 +100,16 @@ class GroupLife(RuleBasedStateMachine):
         num_prompt=st.integers(1, 400),
         max_tokens=st.integers(1, 150),
         back=st.sampled_from([0, 0, 0, 1, 2]),
-        donor=st.sampled_from(NAMES),
-        num_hit=st.integers(0, 3),
+        num_hit=st.integers(0, 4),
+        policy=st.sampled_from(list(StateRestore)),
     )
-    def assign(self, name, rank, num_prompt, max_tokens, back, donor, num_hit):
+    def assign(self, name, rank, num_prompt, max_tokens, back, num_hit, policy):
         """Mostly the next attempt; sometimes one that was there before, or the same again."""
         attempt = max(self.attempts[name] - back, 0)
         key = (name, attempt)
         if key not in self.specs:
-            shared = min(num_prompt, self.longest_shared(donor)) // BLOCK_TOKENS
-            resume = Resume(RequestId(donor), min(num_hit, shared) * BLOCK_TOKENS)
-            more = {"branch_points": (BLOCK_TOKENS, 2 * BLOCK_TOKENS, 77), "resume": resume}
+            more = {"branch_points": (BLOCK_TOKENS, 2 * BLOCK_TOKENS, 77), "state_restore": policy}
+            more["num_cached"] = num_hit * BLOCK_TOKENS
             self.specs[key] = make_spec(name, num_prompt, max_tokens, attempt=attempt, **more)
             self.attempts[name] = attempt + 1
             self.dropped |= {old for old in self.specs if old[0] == name and old[1] < attempt}
@@ -128,6 +150,24 @@ class GroupLife(RuleBasedStateMachine):
         elif key in self.closing:
             self.tell(HandoffClosed(*key))
 
+    @rule(
+        name=st.sampled_from(NAMES),
+        back=st.sampled_from([1, 1, 1, 0, 2]),
+        num_blocks=st.integers(0, 4),
+        state_blocks=st.integers(-1, 4),
+    )
+    def hear_of_load(self, name, back, num_blocks, state_blocks):
+        """Ordered or not, again, too late, of strangers, of more than was asked for."""
+        key = (RequestId(name), self.attempts[name] - back)
+        self.tell(Loaded(*key, num_blocks * BLOCK_TOKENS, state_blocks * BLOCK_TOKENS))
+
+    @precondition(lambda self: self.step is None and self.engines.chains)
+    @rule(num_blocks=st.integers(1, 4), state_blocks=st.integers(-1, 4))
+    def answer_a_load(self, num_blocks, state_blocks):
+        """The oldest one that is open."""
+        key = next(iter(self.engines.chains))
+        self.tell(Loaded(*key, num_blocks * BLOCK_TOKENS, state_blocks * BLOCK_TOKENS))
+
     @rule()
     def tick(self):
         self.tell(Tick())
@@ -148,6 +188,9 @@ class GroupLife(RuleBasedStateMachine):
             or plan.ended
             or plan.started
             or plan.finishes
+            or plan.loads
+            or plan.swaps
+            or plan.unloads
         )
         self.note(plan)
         if plan.ranks:
@@ -155,10 +198,21 @@ class GroupLife(RuleBasedStateMachine):
             self.step = plan
 
     @precondition(lambda self: self.step is not None)
-    @rule()
-    def finish(self):
+    @rule(losses=st.lists(st.sampled_from([None, 0, 1, 4]), max_size=4))
+    def finish(self, losses=()):
+        """Loads of some chunks break, or none."""
         step, self.step = self.step, None
-        self.scheduler.advance(0, self.engines.run(step))
+        loaded = [c.request_id for rank in step.ranks for c in rank.chunks if self.is_loaded(c.request_id)]
+        lost = {
+            name: min(num_blocks * BLOCK_TOKENS, self.swapped[name])
+            for name, num_blocks in zip(loaded, losses, strict=False)
+            if num_blocks is not None
+        }
+        self.swapped |= lost
+        self.scheduler.advance(0, self.engines.run(step, lost))
+
+    def is_loaded(self, name):
+        return any(key[0] == name for key in self.engines.chains) and name in self.swapped
 
     # --- bookkeeping ---
 
@@ -169,16 +223,17 @@ class GroupLife(RuleBasedStateMachine):
             after = self.scheduler.views(), self.scheduler.held_requests(), self.scheduler.num_assigns_seen
             assert after == before, "an event was not held while a step runs"
 
-    def longest_shared(self, donor):
-        """Leading tokens that any prompt has in common with every attempt of `donor`."""
-        return min((s.num_prompt_tokens for key, s in self.specs.items() if key[0] == donor), default=0)
-
     def is_over(self, key):
         return key in self.dropped or self.reported[key] > 0
 
     def note(self, plan):
         self.sending |= {(m.request_id, m.attempt) for m in plan.finishes}
         self.closing |= {(m.request_id, m.attempt) for m in plan.closes}
+        for end in plan.unloads:
+            self.swapped.pop(end.request_id, None)
+        self.swapped |= {swap.request_id: len(swap.block_table) * BLOCK_TOKENS for swap in plan.swaps}
+        self.engines.note(plan)
+        assert len(self.engines.chains) <= 2 * self.num_ranks, "too many loads at once"
         for end in plan.ended:
             key = (end.request_id, end.attempt)
             self.reported[key] += 1
@@ -193,7 +248,9 @@ class GroupLife(RuleBasedStateMachine):
         assert len(plan.ranks) == self.num_ranks
         assert any(rank.chunks or rank.rows for rank in plan.ranks), "an empty step"
         for rank in plan.ranks:
-            assert len({copy.buffer for copy in rank.keep}) == len(rank.keep)
+            for start in rank.start:
+                spec = self.specs[start.request_id, start.attempt]
+                assert not (start.is_approximate and spec.state_restore is StateRestore.EXACT)
             assert all(copy.position % BLOCK_TOKENS == 0 for copy in rank.keep)
             if plan.kind is StepKind.PREFILL:
                 assert not rank.rows
@@ -230,8 +287,8 @@ class GroupLife(RuleBasedStateMachine):
             assert view.num_seqs == view.num_queued == view.queued_tokens == view.kv_tokens == 0
         assert [key for key in self.specs if not self.is_over(key)] == []
         self.tell(Tick())
-        assert self.scheduler.next_plan(GroupParams().snapshot.ttl_s * SECOND_NS) is None
-        assert all(stats.held == 0 for stats in self.scheduler.snapshot_stats())
+        assert self.scheduler.next_plan(0) is None
+        assert self.engines.chains == {}, "a load was never ended"
 
 
 class PrefillLife(GroupLife):
@@ -262,14 +319,15 @@ REQUESTS = st.lists(
 )
 
 
-def load(role, requests, num_ranks, num_blocks, num_snapshots=0):
+def load(role, requests, num_ranks, num_blocks, *, has_state=False):
     """A group that was given all requests; a decode group has also received their KV."""
-    scheduler = make_scheduler(role, num_ranks, num_blocks, num_slots=6, num_snapshots=num_snapshots)
-    engines = Engines(num_ranks)
+    model = {"has_state": has_state, "can_load": True, "replay_tokens": BLOCK_TOKENS if has_state else 0}
+    scheduler = make_scheduler(role, num_ranks, num_blocks, num_slots=6, **model)
+    engines = Engines(num_ranks, **model)
     for i, (num_prompt, max_tokens, min_tokens, stops) in enumerate(requests):
         me = RankRef(scheduler.group, DpRank(i % num_ranks))
         more = {"stop_token_ids": (1,), "min_tokens": min_tokens} if stops else {}
-        spec = make_spec(f"r{i}", num_prompt, max_tokens, **more)
+        spec = make_spec(f"r{i}", num_prompt, max_tokens, kv=KV, **more)
         prefill = OTHER if role is GroupRole.DECODE else me
         scheduler.advance(0, Assigned(make_assign(spec, prefill, me)))
     return scheduler, engines
@@ -278,14 +336,15 @@ def load(role, requests, num_ranks, num_blocks, num_snapshots=0):
 def run(scheduler, engines, requests, max_steps, limit=20_000):
     """Run to the end; KV arrives when the group has nothing else to do, so that no event falls into a span.
 
-    Returns outputs by request, ends in order, views by step, and the kind of every step.
+    Returns outputs by request, ends in order, views by step, the kind of every step, and what states were
+    kept.
     """
-    outputs, ended, views, kinds, expected = {}, [], {}, [], []
+    outputs, ended, views, kinds, expected, kept = {}, [], {}, [], [], []
     for _ in range(limit):
         plan = scheduler.next_plan(0, max_steps)
         if plan is None:
             if not expected:
-                return outputs, ended, views, kinds
+                return outputs, ended, views, kinds, kept
             for receive in expected:
                 num_prompt = requests[int(receive.request_id[1:])][0]
                 token_id = token_at(make_spec(receive.request_id).sampling, num_prompt)
@@ -298,6 +357,7 @@ def run(scheduler, engines, requests, max_steps, limit=20_000):
         expected += plan.receives
         if plan.ranks:
             kinds += [plan.kind] * plan.num_steps
+            kept += [copy for rank in plan.ranks for copy in rank.keep]
             scheduler.advance(0, engines.run(plan))
             views[plan.step + plan.num_steps] = scheduler.views()
         require_sound([scheduler])
@@ -306,12 +366,12 @@ def run(scheduler, engines, requests, max_steps, limit=20_000):
 
 @pytest.mark.parametrize("role", [GroupRole.DECODE, GroupRole.MIXED])
 @settings(max_examples=30)
-@given(REQUESTS, st.integers(1, 3), st.integers(3, 12), st.integers(2, 200), st.integers(0, 3))
-def test_a_plan_of_k_steps_is_k_plans_of_one(role, requests, num_ranks, num_blocks, max_steps, num_snapshots):
-    groups = [load(role, requests, num_ranks, num_blocks, num_snapshots) for _ in range(2)]
+@given(REQUESTS, st.integers(1, 3), st.integers(3, 12), st.integers(2, 200), st.booleans())
+def test_a_plan_of_k_steps_is_k_plans_of_one(role, requests, num_ranks, num_blocks, max_steps, has_state):
+    groups = [load(role, requests, num_ranks, num_blocks, has_state=has_state) for _ in range(2)]
     single = run(*groups[0], requests, 1)
     several = run(*groups[1], requests, max_steps)
-    assert groups[0][0].snapshot_stats() == groups[1][0].snapshot_stats()
+    assert several[4] == single[4]
     assert several[0] == single[0]
     assert several[1] == single[1]
     assert several[3] == single[3]
@@ -370,81 +430,107 @@ def test_every_request_is_served_within_its_own_work_and_that_before_it(requests
         assert done_at[f"r{i}"] <= -(-work // budget) + num_waits
 
 
-# --- snapshots ----------------------------------------------------------------------------------
+# --- loads --------------------------------------------------------------------------------------
 
 VISITS = st.lists(
     st.tuples(
         st.integers(1, 600),  # prompt
-        st.integers(1, 300),  # output
-        st.integers(1, 4),  # which of those before it resumes from
-        st.integers(0, 4),  # after how many blocks
+        st.integers(1, 200),  # output
+        st.integers(0, 5),  # blocks that the gateway found
+        st.sampled_from(list(StateRestore)),
         st.integers(0, 6),  # steps until the next one comes
-        st.integers(0, 40),  # seconds
     ),
     min_size=2,
     max_size=10,
 )
 
 
-def visit(visits, num_ranks, num_snapshots, role, num_drafts=0):
-    """Serve requests that resume from each other; the engines check every state that is restored.
+def visit(role, visits, num_ranks, *, seed=0, is_sound=True, **model):
+    """Serve requests whose loads are answered late and by chance; if not `is_sound`, they break, too.
 
-    Returns outputs by request and the snapshots' stats of all ranks.
+    Returns outputs by request, and how many of their tokens were cached.
     """
-    params = GroupParams(decode=DecodeParams(num_draft_tokens=num_drafts))
-    memory = {"num_blocks": 40, "num_slots": 4, "num_snapshots": num_snapshots, "max_drafts": num_drafts}
-    scheduler = make_scheduler(role, num_ranks, params=params, **memory)
-    engines, texts, now_s = Engines(num_ranks), {}, 0
+    scheduler = make_scheduler(role, num_ranks, num_blocks=40, num_slots=4, **model)
+    engines, chance, unanswered = (
+        Engines(num_ranks, num_blocks=40, num_slots=4, **model),
+        Chance(seed, "w"),
+        [],
+    )
+    texts, cached = {}, {}
+
+    def answer(order):
+        asked = len(order.token_ids) // BLOCK_TOKENS
+        num_blocks = asked if is_sound else chance.below(asked + 1)
+        state_blocks = num_blocks - chance.below(num_blocks + 2)
+        event = Loaded(order.request_id, 0, num_blocks * BLOCK_TOKENS, state_blocks * BLOCK_TOKENS)
+        for _ in range(1 + chance.below(2)):
+            scheduler.advance(0, event)
+
+    def lost_in(plan):
+        names = [c.request_id for rank in plan.ranks for c in rank.chunks]
+        swapped = {n: s for n in names if (s := in_place.get(n)) and (n, 0) in engines.chains}
+        lost = {n: chance.below(s) * BLOCK_TOKENS for n, s in swapped.items() if chance.below(3) == 0}
+        in_place.update((name, num_tokens // BLOCK_TOKENS) for name, num_tokens in lost.items())
+        return {} if is_sound else lost
+
+    in_place = {}
 
     def step():
-        plan = scheduler.next_plan(now_s * SECOND_NS)
+        plan = scheduler.next_plan(0)
         if plan is None:
-            return False
+            if not unanswered:
+                return False
+            answer(unanswered.pop(chance.below(len(unanswered))))
+            return True
         for _, token in plan.outputs:
             texts.setdefault(token.request_id, []).append(token.token_id)
+            cached.setdefault(token.request_id, token.num_cached_tokens)
+        engines.note(plan)
+        unanswered.extend(plan.loads)
+        in_place.update((swap.request_id, len(swap.block_table)) for swap in plan.swaps)
         if plan.ranks:
-            scheduler.advance(now_s * SECOND_NS, engines.run(plan))
+            if unanswered and chance.below(2):
+                answer(unanswered.pop(0))
+            scheduler.advance(0, engines.run(plan, lost_in(plan)))
         for finish in plan.finishes:
-            scheduler.advance(now_s * SECOND_NS, HandoffSent(finish.request_id, finish.attempt))
+            scheduler.advance(0, HandoffSent(finish.request_id, finish.attempt))
         for close in plan.closes:
-            scheduler.advance(now_s * SECOND_NS, HandoffClosed(close.request_id, close.attempt))
+            scheduler.advance(0, HandoffClosed(close.request_id, close.attempt))
         require_sound([scheduler])
         return True
 
-    for i, (num_prompt, max_tokens, back, num_hit, num_steps, seconds) in enumerate(visits):
+    for i, (num_prompt, max_tokens, num_hit, policy, num_steps) in enumerate(visits):
         me = RankRef(scheduler.group, DpRank(i % num_ranks))
-        donor = max(i - back, 0)
-        shared = min(num_prompt, visits[donor][0]) // BLOCK_TOKENS
-        resume = Resume(RequestId(f"r{donor}"), min(num_hit, shared) * BLOCK_TOKENS)
-        points = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
-        spec = make_spec(f"r{i}", num_prompt, max_tokens, resume=resume, branch_points=points)
+        more = {"branch_points": (BLOCK_TOKENS,), "num_cached": num_hit * BLOCK_TOKENS}
+        spec = make_spec(f"r{i}", num_prompt, max_tokens, state_restore=policy, **more)
         decode = me if role is GroupRole.MIXED else OTHER
-        scheduler.advance(now_s * SECOND_NS, Assigned(make_assign(spec, me, decode)))
+        scheduler.advance(0, Assigned(make_assign(spec, me, decode)))
         for _ in range(num_steps):
             step()
-        now_s += seconds
     while step():
         pass
-    scheduler.advance(now_s * SECOND_NS, Tick())
-    stats = scheduler.snapshot_stats()
-    later_s = now_s + GroupParams().snapshot.ttl_s
-    assert scheduler.next_plan(later_s * SECOND_NS) is None
-    assert all(s.held == 0 for s in scheduler.snapshot_stats())
-    return texts, stats
+    assert scheduler.held_requests() == ()
+    assert engines.chains == {}
+    return texts, cached
 
 
 @pytest.mark.parametrize("role", [GroupRole.PREFILL, GroupRole.MIXED])
-@settings(max_examples=25, deadline=None)
-@given(VISITS, st.integers(1, 2), st.integers(1, 6), st.sampled_from([0, 1, 5]))
-def test_snapshots_and_drafts_never_change_a_text(role, visits, num_ranks, num_snapshots, num_drafts):
-    texts, stats = visit(visits, num_ranks, num_snapshots, role, num_drafts)
-    without, none = visit(visits, num_ranks, 0, role)
-    assert texts == without
-    assert all(s.held <= num_snapshots for s in stats)
-    assert all(s.kept == s.used == 0 for s in none)
-
-
-def test_snapshots_of_one_visit_are_used_by_the_next():
-    visits = [(300, 1, 1, 0, 9, 0), (400, 1, 1, 2, 9, 0), (300, 1, 2, 1, 9, 0)]
-    _, (stats,) = visit(visits, 1, 6, GroupRole.MIXED)
-    assert (stats.used, stats.lost) == (2, 0)
+@settings(max_examples=40, deadline=None)
+@given(
+    VISITS, st.integers(1, 2), st.booleans(), st.sampled_from([1, 140]), st.booleans(), st.integers(0, 999)
+)
+def test_loads_never_change_a_text_whatever_comes_of_them(
+    role, visits, num_ranks, has_state, min_computed, is_sound, seed
+):
+    model = {"has_state": has_state, "replay_tokens": BLOCK_TOKENS if has_state else 0}
+    model["min_computed_tokens"] = min_computed
+    texts, cached = visit(role, visits, num_ranks, seed=seed, is_sound=is_sound, can_load=True, **model)
+    cold, nothing = visit(role, visits, num_ranks, can_load=False, **model)
+    assert texts == cold
+    assert not any(nothing.values())
+    for name, num_cached in cached.items():
+        num_prompt, _, num_hit, _, _ = visits[int(name[1:])]
+        most = max(0, min(num_hit * BLOCK_TOKENS, num_prompt - min_computed))
+        assert num_cached <= most
+        if is_sound and not has_state:
+            assert num_cached == most // BLOCK_TOKENS * BLOCK_TOKENS

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millpond.config import wire
-from millpond.core import events, plan
+from millpond.core import events, node_messages, plan
 from millpond.core.errors import DataError, WireVersionMismatch
 
-KINDS = events.ALL + plan.ALL
+KINDS = events.ALL + plan.ALL + node_messages.ALL
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -46,7 +46,13 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         hints = typing.get_type_hints(annotation)
         fields = {field.name: values_of(hints[field.name]) for field in dataclasses.fields(annotation)}
         return st.builds(annotation, **fields)
-    plain = {int: INT64, str: st.text(max_size=20), float: st.floats(allow_nan=False), bool: st.booleans()}
+    plain = {
+        int: INT64,
+        str: st.text(max_size=20),
+        bytes: st.binary(max_size=40),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+    }
     return plain[annotation]
 
 

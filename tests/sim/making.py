@@ -6,14 +6,17 @@ from typing import Any
 
 from millpond.control.group_scheduler import GroupParams, GroupRole, GroupScheduler
 from millpond.core.events import Fetch, GroupUp, RankInfo, RankReport, StepDone
+from millpond.core.hashing import HashChain
 from millpond.core.ids import DpRank, GatewayId, GroupId, RankRef, RequestId
 from millpond.core.plan import Assign, GroupPlan
-from millpond.core.request import RequestSpec, SamplingParams, token_ids
+from millpond.core.request import CachedPrefix, KvIdentity, RequestSpec, SamplingParams, token_ids
+from millpond.core.units import BLOCK_TOKENS
 from millpond.sim.sim_engine import SimEngine, token_at
 
 P0 = RankRef(GroupId("p0"), DpRank(0))
 D0 = RankRef(GroupId("d0"), DpRank(0))
-_SPEC_FIELDS = {"priority", "gateway", "reply_to", "branch_points", "resume"}
+KV = KvIdentity(bytes(32), 7)
+_SPEC_FIELDS = {"priority", "gateway", "reply_to", "branch_points", "kv", "cached", "state_restore"}
 
 
 def make_spec(
@@ -24,7 +27,10 @@ def make_spec(
     num_output: int = 0,
     **more: Any,
 ) -> RequestSpec:
-    """A request whose output tokens are those of `token_at`."""
+    """A request whose output tokens are those of `token_at`, with `num_cached` tokens found, if given."""
+    num_cached = more.pop("num_cached", 0)
+    if num_cached:
+        more |= {"kv": KV, "cached": CachedPrefix(num_cached, b"there")}
     fields = {key: more.pop(key) for key in list(more) if key in _SPEC_FIELDS}
     sampling = SamplingParams(max_tokens=max_tokens, seed=sum(map(ord, name)), **more)
     output = token_ids(token_at(sampling, num_prompt + i) for i in range(num_output))
@@ -45,7 +51,7 @@ def make_assign(spec: RequestSpec, prefill: RankRef = P0, decode: RankRef = D0) 
 
 
 def make_ranks(
-    num_ranks: int = 1, num_blocks: int = 16, num_slots: int = 8, **more: int
+    num_ranks: int = 1, num_blocks: int = 16, num_slots: int = 8, **more: Any
 ) -> tuple[RankInfo, ...]:
     return tuple(RankInfo(DpRank(i), f"data:{i}", num_blocks, num_slots, **more) for i in range(num_ranks))
 
@@ -57,7 +63,7 @@ def make_scheduler(
     num_slots: int = 8,
     params: GroupParams | None = None,
     max_model_len: int = 4096,
-    **more: int,
+    **more: Any,
 ) -> GroupScheduler:
     name = GroupId("p0" if role is GroupRole.PREFILL else "d0" if role is GroupRole.DECODE else "m0")
     ranks = make_ranks(num_ranks, num_blocks, num_slots, **more)
@@ -84,14 +90,34 @@ def fetch_of(scheduler: GroupScheduler, incarnation: int = 1, **more: Any) -> Fe
 
 
 class Engines:
-    """Engines of all ranks of a group."""
+    """Engines of all ranks of a group, and what is loaded for them: everything that was asked for."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.engines = [SimEngine() for _ in range(num_ranks)]
+    def __init__(self, num_ranks: int, **more: Any) -> None:
+        self.engines = [SimEngine(info) for info in make_ranks(num_ranks, **more)]
+        self.chains: dict[tuple[RequestId, int], HashChain] = {}
+        """Of open loads, by (request, attempt)."""
 
-    def run(self, plan: GroupPlan) -> StepDone:
-        reports: list[RankReport] = [
-            engine.execute(rank, plan.num_steps)
-            for engine, rank in zip(self.engines, plan.ranks, strict=True)
-        ]
+    def note(self, plan: GroupPlan) -> None:
+        """Carry out what a plan says of loads. Comes before `run` where there are any."""
+        for end in plan.unloads:
+            del self.chains[end.request_id, end.attempt]
+        for order in plan.loads:
+            key = (order.request_id, order.attempt)
+            assert key not in self.chains, f"{key} is loaded twice"
+            self.chains[key] = HashChain(order.kv.root)
+            self.chains[key].extend(order.token_ids)
+        for swap in plan.swaps:
+            digests = self.chains[swap.request_id, swap.attempt].digests
+            assert len(swap.block_table) <= len(digests)
+            self.engines[swap.rank].swap_in(swap, digests)
+
+    def run(self, plan: GroupPlan, lost: dict[RequestId, int] | None = None) -> StepDone:
+        """Compute a step. `lost`: leading tokens in place of those whose load breaks in it."""
+        reports: list[RankReport] = []
+        for engine, rank in zip(self.engines, plan.ranks, strict=True):
+            for copy in rank.restore:
+                [chain] = [chain for key, chain in self.chains.items() if key[0] == copy.request_id]
+                engine.write_state(copy.slot, chain.digests[copy.position // BLOCK_TOKENS - 1])
+            mine = {c.request_id: lost[c.request_id] for c in rank.chunks if c.request_id in (lost or {})}
+            reports.append(engine.execute(rank, plan.num_steps, mine))
         return StepDone(plan.step, tuple(reports))

@@ -124,7 +124,7 @@ def _check_numbers(config: Config) -> None:
         ("engine.kv_memory", config.engine.kv_memory),
         ("prefill.max_step_tokens", config.prefill.max_step_tokens),
         ("prefill.max_held_seqs", config.prefill.max_held_seqs),
-        ("snapshot.ttl_s", config.snapshot.ttl_s),
+        ("prefill.max_loads_ahead", config.prefill.max_loads_ahead),
         ("mixed.all_vote_interval", config.mixed.all_vote_interval),
         ("mixed.any_vote_interval", config.mixed.any_vote_interval),
         ("mixed.max_prefill_run", config.mixed.max_prefill_run),

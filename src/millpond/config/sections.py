@@ -29,7 +29,6 @@ from millpond.config.transfer_params import TransferParams
 from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.dispatcher import DispatchParams
 from millpond.control.prefill_scheduler import PrefillParams
-from millpond.control.snapshot_holder import SnapshotParams
 from millpond.core.errors import ConfigError
 from millpond.policies.step_vote import StepVoteParams
 
@@ -64,7 +63,6 @@ class Config:
     decode: DecodeParams = field(default_factory=DecodeParams)
     pool: PoolPlacementParams = field(default_factory=PoolPlacementParams)
     node: NodeParams = field(default_factory=NodeParams)
-    snapshot: SnapshotParams = field(default_factory=SnapshotParams)
     mixed: StepVoteParams = field(default_factory=StepVoteParams)
     dispatch: DispatchParams = field(default_factory=DispatchParams)
     supervise: SuperviseParams = field(default_factory=SuperviseParams)

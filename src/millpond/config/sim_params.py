@@ -24,7 +24,11 @@ class SimCostParams:
     handoff_bytes_per_s: int = 2_000_000_000
     """Speed of a handoff."""
     kv_bytes_per_token: int = 23_040
-    """Bytes of KV that a handoff moves for each token."""
+    """Bytes of KV that a handoff or a load moves for each token."""
+    load_setup_ns: int = 1_000_000
+    """Time until it is known what of a hit will be there."""
+    load_bytes_per_s: int = 1_000_000_000
+    """Speed of the loads of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,14 @@ class SimRankParams:
     """Blocks of 128 tokens."""
     num_slots: int = 32
     """State slots: most sequences that hold memory at once."""
-    num_snapshots: int = 0
-    """Snapshot buffers; 0 as for a model without window state."""
+    can_load: bool = False
+    """Whether there is a KV pool, and a node daemon on every host."""
+    has_state: bool = False
+    """Whether the model has window state."""
+    replay_tokens: int = 128
+    """Tokens of a bounded replay, a multiple of 128; only for models with window state."""
+    min_computed_tokens: int = 1
+    """Last tokens of a prompt that are computed however much is there already, >= 1."""
     max_drafts: int = 0
     """Drafts that the model can make per row, at most 5; 0 as for one without a draft head."""
     max_model_len: int = 8192

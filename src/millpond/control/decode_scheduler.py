@@ -33,7 +33,7 @@ class DecodeScheduler:
     def __init__(self, rank: RankState, params: DecodeParams) -> None:
         self._rank = rank
         self._params = params
-        self._num_drafts = min(params.num_draft_tokens, rank.max_drafts)
+        self._num_drafts = min(params.num_draft_tokens, rank.info.max_drafts)
 
     @property
     def wants_step(self) -> bool:
@@ -137,7 +137,8 @@ class DecodeScheduler:
     def plan(self, new_blocks: dict[Key, tuple[BlockId, ...]], num_steps: int) -> RankPlan:
         """One row per running sequence, in order of assignment.
 
-        The state of those that the last of `num_steps` steps brings to a block border is kept.
+        The state of those that the last of `num_steps` steps brings to a block border is kept; with drafts,
+        the rank's report shows whether they came so far.
         """
         starts: list[SequenceStart] = []
         rows: list[DecodeRow] = []
@@ -145,14 +146,15 @@ class DecodeScheduler:
         for sequence in self._running():
             blocks = new_blocks[sequence.key]
             if not sequence.is_on_engine:
-                starts.append(self._rank.start_of(sequence))  # its table has the new blocks already
+                # Prefill keeps the full blocks of what it computed. The table has the new blocks already.
+                num_stored = sequence.spec.num_known_tokens // BLOCK_TOKENS
+                starts.append(self._rank.start_of(sequence, num_stored))
                 blocks = ()
             begin = sequence.num_tokens - 1
             rows.append(DecodeRow(sequence.spec.request_id, begin, blocks, sequence.draft_ids))
             border = (begin + num_steps + len(sequence.draft_ids)) // BLOCK_TOKENS * BLOCK_TOKENS
-            if border > begin and self._rank.snapshots.num_buffers > 0:
-                keep = self._rank.keep_state(sequence, border, is_rolling=True)
-                keeps += [keep] if keep is not None else []
+            if border > begin and self._rank.keeps_state(sequence):
+                keeps.append(self._rank.copy_of_state(sequence, border, is_rolling=True))
         return RankPlan(
             rank=self._rank.me.rank,
             forget=self._rank.outbox.take_forget(self._rank.me.rank),
@@ -162,11 +164,10 @@ class DecodeScheduler:
             num_drafts=self._num_drafts,
         )
 
-    def on_step_done(self, plan: RankPlan, report: RankReport) -> None:
+    def on_step_done(self, report: RankReport) -> None:
         """Book a finished step; tokens are step-major when the plan spanned several steps."""
         rank = self._rank
         by_id = {s.spec.request_id: s for s in rank.lines[SequenceState.RUNNING].values()}
-        position_by_id = {keep.request_id: keep.position for keep in plan.keep}
         for token in report.sampled:
             sequence = by_id[token.request_id]
             if sequence.state is not SequenceState.RUNNING:
@@ -186,16 +187,8 @@ class DecodeScheduler:
                 finish,
             )
             rank.outbox.outputs.append((spec.reply_to, output))
-            border = position_by_id.get(spec.request_id)
-            if border is not None and (finish is not None or sequence.num_computed_tokens == border):
-                is_written = sequence.num_computed_tokens == border
-                rank.snapshots.commit(
-                    sequence.key, position_by_id.pop(spec.request_id), is_written=is_written
-                )
             if finish is not None:
                 rank.end(sequence, Signal.FINISH, finish)
-        for request_id, border in position_by_id.items():  # the drafts that lead to it were wrong
-            rank.snapshots.commit(by_id[request_id].key, border, is_written=False)
         for drafts in report.drafts:
             by_id[drafts.request_id].draft_ids = drafts.token_ids
 

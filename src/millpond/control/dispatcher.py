@@ -390,7 +390,9 @@ class Dispatcher:
         request.decode = assign.decode.group
         sides = {assign.prefill.group: assign.prefill, assign.decode.group: assign.decode}
         for name, ref in sides.items():
-            self._groups[name].book(ref.rank, assign.spec.num_known_tokens)
+            spec = assign.spec
+            tokens = spec.num_known_tokens if ref == assign.decode else spec.num_uncached_tokens
+            self._groups[name].book(ref.rank, tokens)
 
     # --- tell ------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from millpond.control.decode_scheduler import DecodeParams, DecodeScheduler
 from millpond.control.kv_allocator import KvAllocator
 from millpond.control.outbox import Outbox
 from millpond.control.prefill_scheduler import PrefillParams, PrefillScheduler
-from millpond.control.rank_state import Key, RankState
+from millpond.control.rank_state import RankState
 from millpond.control.request_fsm import Signal
-from millpond.control.snapshot_holder import SnapshotHolder, SnapshotParams, SnapshotStats
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import (
     Aborted,
@@ -28,6 +27,7 @@ from millpond.core.events import (
     HandoffClosed,
     HandoffFailed,
     HandoffSent,
+    Loaded,
     RankInfo,
     StepDone,
     Tick,
@@ -60,13 +60,11 @@ class GroupParams:
     """Decode half; unused by a prefill group."""
     vote: StepVoteParams = field(default_factory=StepVoteParams)
     """How a mixed group chooses its step."""
-    snapshot: SnapshotParams = field(default_factory=SnapshotParams)
-    """Snapshots of window state."""
 
 
-GroupEvent = (
-    Assigned | Aborted | StepDone | HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed | Tick
-)
+_SIGNALS = {Aborted: Signal.ABORT, HandoffSent: Signal.SENT, HandoffClosed: Signal.CLOSED}
+_SequenceEvent = Aborted | HandoffSent | HandoffArrived | HandoffFailed | HandoffClosed | Loaded
+GroupEvent = Assigned | StepDone | Tick | _SequenceEvent
 
 
 class GroupScheduler:
@@ -85,7 +83,7 @@ class GroupScheduler:
         Args:
             group: Its name.
             role: What it does.
-            ranks: Memory of each rank.
+            ranks: Facts of each rank.
             max_model_len: The model's; lowered to what one rank's blocks can hold, so that a sequence that
                 is alone on a rank always has room to finish.
             params: Parameters.
@@ -99,12 +97,10 @@ class GroupScheduler:
         self._ranks = [
             RankState(
                 RankRef(group, info.rank),
+                info,
                 KvAllocator(info.num_blocks, info.num_slots),
-                SnapshotHolder(info.num_snapshots, params.snapshot.ttl_s),
                 self._outbox,
-                max_model_len=self.max_model_len,
-                min_computed_tokens=info.min_computed_tokens,
-                max_drafts=info.max_drafts,
+                self.max_model_len,
             )
             for info in ranks
         ]
@@ -120,8 +116,6 @@ class GroupScheduler:
 
     def advance(self, now_ns: int, event: GroupEvent) -> None:
         """Take in one event. Unknown requests, old attempts and repeats are harmless."""
-        if self._running is None or isinstance(event, StepDone):
-            self._pass_time(now_ns)
         if isinstance(event, StepDone):
             self._on_step_done(event)
             held, self._held = self._held, []
@@ -132,27 +126,26 @@ class GroupScheduler:
         else:
             self._apply(event)
 
-    def _pass_time(self, now_ns: int) -> None:
-        for rank in self._ranks:
-            rank.snapshots.pass_time(now_ns)
-
     def _apply(self, event: GroupEvent) -> None:
         if isinstance(event, Assigned):
             self._on_assigned(event.assign)
-        elif isinstance(event, Aborted):
-            self._signal((event.request_id, event.attempt), Signal.ABORT)
-        elif isinstance(event, HandoffSent):
-            self._signal((event.request_id, event.attempt), Signal.SENT)
-        elif isinstance(event, HandoffClosed):
-            self._signal((event.request_id, event.attempt), Signal.CLOSED)
-        elif isinstance(event, HandoffFailed):
-            found = self._find((event.request_id, event.attempt))
-            if found is not None:
-                found[0].end(found[1], Signal.FAIL, None, f"handoff failed: {event.why}")
+        elif not isinstance(event, StepDone | Tick):
+            for index, rank in enumerate(self._ranks):
+                sequence = rank.find((event.request_id, event.attempt))
+                if sequence is not None:
+                    self._tell(index, sequence, event)
+                    return
+
+    def _tell(self, index: int, sequence: Sequence, event: _SequenceEvent) -> None:
+        rank = self._ranks[index]
+        if isinstance(event, HandoffFailed):
+            rank.end(sequence, Signal.FAIL, None, f"handoff failed: {event.why}")
         elif isinstance(event, HandoffArrived):
-            found = self._find((event.request_id, event.attempt))
-            if found is not None:
-                self._decodes[self._ranks.index(found[0])].on_arrived(found[1], event.first_token_id)
+            self._decodes[index].on_arrived(sequence, event.first_token_id)
+        elif isinstance(event, Loaded):
+            self._prefills[index].on_loaded(sequence, event)
+        else:
+            rank.move(sequence, _SIGNALS[type(event)])
 
     def _on_assigned(self, assign: Assign) -> None:
         self.num_assigns_seen += 1
@@ -168,7 +161,11 @@ class GroupScheduler:
         rank = next((r for r in self._ranks if r.me == me), None)
         if rank is None:
             raise InvariantBroken(f"{spec.request_id} was assigned to {me}, which is not in {self.group}")
-        rank.add(make_sequence(assign, me, arrival=self.num_assigns_seen))
+        sequence = make_sequence(assign, me, arrival=self.num_assigns_seen)
+        if self.role is GroupRole.DECODE:
+            rank.add(sequence)
+        else:
+            self._prefills[self._ranks.index(rank)].add(sequence)
 
     def _refuse_repeat(self, old: Sequence, spec: RequestSpec) -> None:
         """Answer an assignment that comes too late or twice.
@@ -190,21 +187,9 @@ class GroupScheduler:
             plan.ranks, event.reports, self._prefills, self._decodes, strict=True
         ):
             if plan.kind is StepKind.PREFILL:
-                prefill.on_step_done(rank_plan, report.sampled)
+                prefill.on_step_done(rank_plan, report)
             else:
-                decode.on_step_done(rank_plan, report)
-
-    def _signal(self, key: Key, signal: Signal) -> None:
-        found = self._find(key)
-        if found is not None:
-            found[0].move(found[1], signal)
-
-    def _find(self, key: Key) -> tuple[RankState, Sequence] | None:
-        for rank in self._ranks:
-            sequence = rank.find(key)
-            if sequence is not None:
-                return rank, sequence
-        return None
+                decode.on_step_done(report)
 
     # --- decide ----------------------------------------------------------------------------
 
@@ -220,7 +205,6 @@ class GroupScheduler:
         """
         if self._running is not None:
             raise InvariantBroken(f"{self.group}: step {self._running.step} still runs")
-        self._pass_time(now_ns)
         self._admit()
         kind = self._pick_kind()
         ranks: tuple[RankPlan, ...] = ()
@@ -289,10 +273,6 @@ class GroupScheduler:
     def views(self) -> tuple[RankView, ...]:
         """Return the load of every rank."""
         return tuple(rank.view() for rank in self._ranks)
-
-    def snapshot_stats(self) -> tuple[SnapshotStats, ...]:
-        """Return what happened to the snapshots of every rank."""
-        return tuple(rank.snapshots.stats() for rank in self._ranks)
 
     def held_requests(self) -> tuple[tuple[RequestId, int], ...]:
         """Return (request, attempt) of every sequence that is not about to end."""

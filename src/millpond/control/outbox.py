@@ -11,9 +11,12 @@ from millpond.core.plan import (
     HandoffFinish,
     HandoffReceive,
     HandoffSend,
+    LoadEnd,
+    LoadStart,
     RankPlan,
     SequenceEnd,
     StepKind,
+    SwapIn,
     TokenOut,
 )
 
@@ -29,6 +32,9 @@ class Outbox:
     outputs: list[tuple[str, TokenOut]] = field(default_factory=list[tuple[str, TokenOut]])
     started: list[tuple[RequestId, int]] = field(default_factory=list[tuple[RequestId, int]])
     ended: list[SequenceEnd] = field(default_factory=list[SequenceEnd])
+    unloads: list[LoadEnd] = field(default_factory=list[LoadEnd])
+    loads: list[LoadStart] = field(default_factory=list[LoadStart])
+    swaps: list[SwapIn] = field(default_factory=list[SwapIn])
     forget: dict[DpRank, list[RequestId]] = field(default_factory=dict[DpRank, list[RequestId]])
     """Per rank: sequences that the engine must drop before the next step."""
 
@@ -43,6 +49,9 @@ class Outbox:
             or self.outputs
             or self.started
             or self.ended
+            or self.unloads
+            or self.loads
+            or self.swaps
         )
 
     def take_forget(self, rank: DpRank) -> tuple[RequestId, ...]:
@@ -63,6 +72,9 @@ class Outbox:
             outputs=tuple(self.outputs),
             started=tuple(self.started),
             ended=tuple(self.ended),
+            unloads=tuple(self.unloads),
+            loads=tuple(self.loads),
+            swaps=tuple(self.swaps),
         )
         self.sends.clear()
         self.receives.clear()
@@ -71,4 +83,7 @@ class Outbox:
         self.outputs.clear()
         self.started.clear()
         self.ended.clear()
+        self.unloads.clear()
+        self.loads.clear()
+        self.swaps.clear()
         return plan

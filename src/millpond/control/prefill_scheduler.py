@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millpond.control.kv_loads import KvLoads
 from millpond.control.rank_state import COMPUTING, RankState
 from millpond.control.request_fsm import Signal
 from millpond.core.blocks import Fit
-from millpond.core.events import SampledToken
+from millpond.core.errors import InvariantBroken
+from millpond.core.events import Loaded, RankReport, SampledToken
 from millpond.core.plan import (
     HandoffFinish,
     HandoffSend,
@@ -33,6 +35,9 @@ class PrefillParams:
     the controller, where order is global."""
     max_held_seqs: int = 32
     """Sequences that may hold memory on a prefill rank at once, those being handed off included."""
+    max_loads_ahead: int = 4
+    """Loads of cached KV that a prefill rank orders before their sequences are computed, >= 1: the prefetch
+    of requests that wait."""
 
 
 class PrefillScheduler:
@@ -41,6 +46,7 @@ class PrefillScheduler:
     def __init__(self, rank: RankState, params: PrefillParams) -> None:
         self._rank = rank
         self._params = params
+        self._loads = KvLoads(rank, params.max_loads_ahead)
 
     @property
     def wants_step(self) -> bool:
@@ -50,17 +56,37 @@ class PrefillScheduler:
     @property
     def room(self) -> int:
         """Requests this rank would pull now."""
-        view = self._rank.view()
-        if view.num_queued > 0 or view.queued_tokens >= self._params.fetch_ahead_tokens:
+        view, params = self._rank.view(), self._params
+        queue = list(self._rank.lines[SequenceState.QUEUED].values())
+        if view.queued_tokens >= params.fetch_ahead_tokens:
             return 0
-        return max(0, min(self._params.max_held_seqs - view.num_seqs, view.free_slots))
+        room = min(params.max_held_seqs - view.num_seqs, view.free_slots) - len(queue)
+        if queue:
+            if not self._loads.is_awaited(queue[0]):
+                return 0  # it waits for memory
+            room = min(room, params.max_loads_ahead - len(queue))
+        return max(0, room)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self._loads.want(sequence)
+        self._rank.add(sequence)
+
+    def on_loaded(self, sequence: Sequence, answer: Loaded) -> None:
+        """Learn what of a sequence's KV will be there."""
+        self._loads.on_answer(sequence, answer)
 
     def admit(self, reserve_blocks: int = 0) -> None:
-        """Grant memory to queued sequences, strictly in order: the head is never overtaken.
+        """Grant memory to queued sequences, strictly in order: the head is never overtaken. Then order the
+        loads of those that still wait.
 
         Args:
             reserve_blocks: Blocks to leave for sequences that decode on the same rank.
         """
+        self._grant(reserve_blocks)
+        self._loads.order()
+
+    def _grant(self, reserve_blocks: int) -> None:
         rank = self._rank
         for sequence in list(rank.lines[SequenceState.QUEUED].values()):
             fit = rank.memory.fits(sequence.num_tokens, reserve_blocks)
@@ -69,10 +95,13 @@ class PrefillScheduler:
                 continue
             if fit is Fit.LATER or rank.num_holding >= self._params.max_held_seqs:
                 return
-            if not sequence.decodes_elsewhere:
-                rank.grant(sequence, sequence.num_tokens, Signal.ADMIT_LOCAL)
+            if self._loads.is_awaited(sequence):
+                return
+            is_local = not sequence.decodes_elsewhere
+            rank.grant(sequence, sequence.num_tokens, Signal.ADMIT_LOCAL if is_local else Signal.ADMIT)
+            self._loads.admit(sequence)
+            if is_local:
                 continue
-            rank.grant(sequence, sequence.num_tokens, Signal.ADMIT)
             slot = sequence.kv.slot
             assert slot is not None  # noqa: S101 - just granted
             rank.outbox.sends.append(
@@ -98,20 +127,18 @@ class PrefillScheduler:
         for sequence in self._computing():
             if budget == 0:
                 break
-            if not sequence.is_on_engine:
-                starts.append(self._rank.start_of(sequence))
-                restore = self._rank.restore_state(sequence)
-                restores += [restore] if restore is not None else []
             begin = sequence.num_computed_tokens
+            if not sequence.is_on_engine:
+                starts.append(self._rank.start_of(sequence, sequence.num_stored_blocks))
+                if sequence.restores_state:
+                    restores.append(self._rank.copy_of_state(sequence, begin))
             borders = self._borders(sequence)
             end = min(begin + budget, sequence.num_tokens)
             end = min((border for border in borders if begin < border < end), default=end)
-            chunks.append(
-                PrefillChunk(sequence.spec.request_id, begin, end, is_last=end == sequence.num_tokens)
-            )
+            is_last = end == sequence.num_tokens
+            chunks.append(PrefillChunk(sequence.spec.request_id, begin, end, is_last, sequence.write_begin))
             if end in borders:
-                keep = self._rank.keep_state(sequence, end, is_rolling=False)
-                keeps += [keep] if keep is not None else []
+                keeps.append(self._rank.copy_of_state(sequence, end))
             budget -= end - begin
         return RankPlan(
             rank=self._rank.me.rank,
@@ -122,24 +149,29 @@ class PrefillScheduler:
             keep=tuple(keeps),
         )
 
-    def on_step_done(self, plan: RankPlan, sampled: tuple[SampledToken, ...]) -> None:
-        """Book a finished step. `sampled` holds one token per last chunk, in order."""
-        tokens = iter(sampled)
+    def on_step_done(self, plan: RankPlan, report: RankReport) -> None:
+        """Book a finished step: a token per last chunk, in order, of what was not lost."""
+        tokens = iter(report.sampled)
         by_id = {s.spec.request_id: s for s in self._computing()}
-        for keep in plan.keep:
-            self._rank.snapshots.commit(by_id[keep.request_id].key, keep.position, is_written=True)
+        lost = dict(report.lost)
         for chunk in plan.chunks:
+            if chunk.request_id in lost:
+                continue
             sequence = by_id[chunk.request_id]
-            self._rank.set_computed(sequence, chunk.end)
+            self._rank.set_progress(sequence, chunk.end, sequence.num_cached_tokens)
             if chunk.is_last:
                 self._on_computed(sequence, next(tokens))
+        for request_id, num_tokens in lost.items():
+            if request_id not in by_id:
+                raise InvariantBroken(f"{request_id} lost its load and is not computed here")
+            self._loads.lose(by_id[request_id], num_tokens)
 
     def _borders(self, sequence: Sequence) -> set[int]:
         """Positions where a chunk must end because the state is copied before it moves on.
 
-        They are the last block border of the prompt and its branch points; none for a model without state.
+        They are the last block border of the prompt and its branch points; none where no state is kept.
         """
-        if self._rank.snapshots.num_buffers == 0:
+        if not self._rank.keeps_state(sequence):
             return set()
         last = sequence.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         points = sequence.spec.branch_points
@@ -157,7 +189,14 @@ class PrefillScheduler:
         rank.append_token(sequence, token.token_id)
         finish = check_finish(sequence, token.token_id, rank.max_model_len)
         output = TokenOut(
-            spec.request_id, spec.attempt, token.position, token.token_id, token.logprob, token.top, finish
+            spec.request_id,
+            spec.attempt,
+            token.position,
+            token.token_id,
+            token.logprob,
+            token.top,
+            finish,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         rank.outbox.outputs.append((spec.reply_to, output))
         if finish is not None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 from millpond.control.kv_allocator import KvAllocator
 from millpond.control.outbox import Outbox
 from millpond.control.request_fsm import Signal, next_state
-from millpond.control.snapshot_holder import SnapshotHolder
+from millpond.core.events import RankInfo
 from millpond.core.ids import RankRef
-from millpond.core.plan import HandoffClose, SequenceEnd, SequenceStart, StateCopy
+from millpond.core.plan import HandoffClose, LoadEnd, SequenceEnd, SequenceStart, StateCopy
 from millpond.core.request import FinishReason
-from millpond.core.sequence import Sequence, SequenceState
+from millpond.core.sequence import LoadState, Sequence, SequenceState
+from millpond.core.units import BLOCK_TOKENS
 from millpond.core.views import RankView
 
 Key = tuple[str, int]
 
 COMPUTING = (SequenceState.PREFILL, SequenceState.PREFILL_LOCAL)
+WAITING = (SequenceState.QUEUED, *COMPUTING)
 HOLDING = (
     *COMPUTING,
     SequenceState.SENDING,
@@ -36,23 +38,13 @@ class RankState:
     """
 
     def __init__(
-        self,
-        me: RankRef,
-        memory: KvAllocator,
-        snapshots: SnapshotHolder,
-        outbox: Outbox,
-        *,
-        max_model_len: int,
-        min_computed_tokens: int,
-        max_drafts: int,
+        self, me: RankRef, info: RankInfo, memory: KvAllocator, outbox: Outbox, max_model_len: int
     ) -> None:
         self.me = me
+        self.info = info
         self.memory = memory
-        self.snapshots = snapshots
         self.outbox = outbox
         self.max_model_len = max_model_len
-        self.min_computed_tokens = min_computed_tokens
-        self.max_drafts = max_drafts
         self.lines: dict[SequenceState, dict[Key, Sequence]] = {
             state: {} for state in SequenceState if state is not SequenceState.ENDED
         }
@@ -62,7 +54,7 @@ class RankState:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.lines[SequenceState.QUEUED][sequence.key] = sequence
-        self._queued_tokens += sequence.num_tokens
+        self._queued_tokens += sequence.num_todo_tokens
 
     def find(self, key: Key) -> Sequence | None:
         """Return the sequence of (request, attempt), if this rank has it."""
@@ -77,7 +69,7 @@ class RankState:
         self._kv_tokens += sequence.num_tokens
         self.move(sequence, signal)
 
-    def start_of(self, sequence: Sequence) -> SequenceStart:
+    def start_of(self, sequence: Sequence, num_stored_blocks: int) -> SequenceStart:
         """Make the engine's introduction to a sequence and note that it happened."""
         slot = sequence.kv.slot
         assert slot is not None  # noqa: S101 - only sequences with memory are started
@@ -90,31 +82,35 @@ class RankState:
             sampling=sequence.spec.sampling,
             block_table=tuple(sequence.kv.block_table),
             slot=slot,
+            kv=sequence.spec.kv,
+            num_stored_blocks=num_stored_blocks,
+            is_approximate=sequence.write_begin > sequence.num_cached_tokens,
         )
 
-    def keep_state(self, sequence: Sequence, position: int, *, is_rolling: bool) -> StateCopy | None:
-        """Order a copy of a sequence's state once the step being planned is computed, if there is room."""
+    def keeps_state(self, sequence: Sequence) -> bool:
+        """Whether the state of a sequence is kept where it can be gone back to."""
+        return self.info.has_state and self.info.can_load and sequence.spec.kv is not None
+
+    @staticmethod
+    def copy_of_state(sequence: Sequence, position: int, *, is_rolling: bool = False) -> StateCopy:
+        """Order a copy of a sequence's state, from its slot or to it."""
         slot = sequence.kv.slot
         assert slot is not None  # noqa: S101 - only sequences with memory are computed
-        buffer = self.snapshots.take(sequence.key, position, is_rolling=is_rolling)
-        return None if buffer is None else StateCopy(sequence.spec.request_id, position, slot, buffer)
+        return StateCopy(sequence.spec.request_id, position, slot, is_rolling)
 
-    def restore_state(self, sequence: Sequence) -> StateCopy | None:
-        """Let a sequence that starts begin after its request's `resume`, if that snapshot is still there."""
-        slot, resume = sequence.kv.slot, sequence.spec.resume
-        assert slot is not None  # noqa: S101 - only sequences with memory are started
-        if resume is None or not 0 < resume.position <= sequence.num_tokens - self.min_computed_tokens:
-            return None
-        buffer = self.snapshots.use(resume.request_id, resume.position)
-        if buffer is None:
-            return None
-        self.set_computed(sequence, resume.position)
-        return StateCopy(sequence.spec.request_id, resume.position, slot, buffer)
-
-    def set_computed(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Note prefill progress."""
-        self._queued_tokens -= num_computed_tokens - sequence.num_computed_tokens
+    def set_progress(self, sequence: Sequence, num_computed_tokens: int, num_cached_tokens: int) -> None:
+        """Note what of a prefill is done and what needs no doing."""
+        self._queued_tokens -= sequence.num_todo_tokens
         sequence.num_computed_tokens = num_computed_tokens
+        sequence.num_cached_tokens = num_cached_tokens
+        self._queued_tokens += sequence.num_todo_tokens
+
+    def end_load(self, sequence: Sequence) -> None:
+        """Give back the load of a sequence, if it was ordered and is open."""
+        load, sequence.load = sequence.load, None
+        if load is not None and load.state is not LoadState.WANTED:
+            spec = sequence.spec
+            self.outbox.unloads.append(LoadEnd(spec.request_id, spec.attempt, self.me.rank))
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """Add a sampled token to a sequence that holds memory."""
@@ -129,8 +125,9 @@ class RankState:
             return new
         key = sequence.key
         del self.lines[old][key]
-        if (old in COMPUTING or old is SequenceState.QUEUED) and new not in COMPUTING:
-            self._queued_tokens -= sequence.num_tokens - sequence.num_computed_tokens
+        if old in WAITING and new not in WAITING:
+            self._queued_tokens -= sequence.num_todo_tokens
+            self.end_load(sequence)
         sequence.state = new
         if new in (SequenceState.CLOSING, SequenceState.ENDED) and sequence.is_on_engine:
             # At once, not when the memory is freed: a new attempt of the same request may start first.
@@ -140,7 +137,6 @@ class RankState:
             if sequence.holds_memory:
                 self._kv_tokens -= sequence.num_tokens
             self.memory.release(sequence)
-            self.snapshots.hand_over(key)
             return new
         if new is SequenceState.CLOSING:
             self.outbox.closes.append(
@@ -186,7 +182,7 @@ class RankState:
 
     def check(self) -> list[str]:
         """Return violated laws of this rank."""
-        problems = self.memory.check() + self.snapshots.check()
+        problems = self.memory.check()
         holders = [s for state in HOLDING for s in self.lines[state].values()]
         blocks = sum(len(s.kv.block_table) for s in holders)
         memory = self.memory
@@ -203,8 +199,29 @@ class RankState:
         ]
         if sum(s.num_tokens for s in holders) != self._kv_tokens:
             problems.append(f"kv_tokens is {self._kv_tokens}, should be {sum(s.num_tokens for s in holders)}")
-        waiting = [s for state in (SequenceState.QUEUED, *COMPUTING) for s in self.lines[state].values()]
-        queued = sum(s.num_tokens - s.num_computed_tokens for s in waiting)
+        waiting = [s for state in WAITING for s in self.lines[state].values()]
+        queued = sum(s.num_todo_tokens for s in waiting)
         if queued != self._queued_tokens:
             problems.append(f"queued_tokens is {self._queued_tokens}, should be {queued}")
+        return problems + self._check_loads(holders)
+
+    def _check_loads(self, holders: list[Sequence]) -> list[str]:
+        """Return violated laws: a load is open while its sequence waits or is computed, and never below 0."""
+        queued = list(self.lines[SequenceState.QUEUED].values())
+        problems = [
+            f"{s.key} is {s.state.value} with an open load"
+            for s in holders
+            if s.load is not None and (s.state not in COMPUTING or s.load.state is not LoadState.ANSWERED)
+        ]
+        problems += [
+            f"{s.key} has a load of {s.load.num_tokens} of {s.num_tokens} tokens"
+            for s in (*queued, *holders)
+            if s.load is not None
+            and (s.load.num_tokens % BLOCK_TOKENS or not 0 <= s.load.num_tokens < s.num_tokens)
+        ]
+        problems += [
+            f"{s.key} begins at {s.num_cached_tokens} of {s.num_tokens} tokens"
+            for s in (*queued, *holders)
+            if not 0 <= s.num_cached_tokens < s.num_tokens
+        ]
         return problems

@@ -142,8 +142,6 @@ class RankInfo:
     """Where its handoff receiver listens; empty for prefill-only ranks."""
     num_blocks: int
     num_slots: int
-    num_snapshots: int = 0
-    """Snapshot buffers; 0 if the model has no state, or none is to be kept."""
     min_computed_tokens: int = 1
     """As `Engine.min_computed_tokens`."""
     max_drafts: int = 0

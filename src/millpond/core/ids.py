@@ -16,8 +16,6 @@ BlockId = NewType("BlockId", int)
 """Index of a block in one rank's block memory. 0 is the null block and is never handed out."""
 SlotId = NewType("SlotId", int)
 """Index of a state slot in one rank's memory. Starts at 0."""
-BufferId = NewType("BufferId", int)
-"""Index of a snapshot buffer, as large as a state slot, in one rank's host memory. Starts at 0."""
 BlockHash = NewType("BlockHash", bytes)
 """First 16 bytes of the chained digest of one block (interfaces A.1)."""
 

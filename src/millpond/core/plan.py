@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from millpond.core.ids import BlockId, BufferId, DpRank, GroupId, RankRef, RequestId, SlotId
+from millpond.core.ids import BlockId, DpRank, GroupId, RankRef, RequestId, SlotId
 from millpond.core.request import FinishReason, KvIdentity, RequestSpec, SamplingParams, TokenIds
 
 
@@ -82,13 +82,12 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """Copy a sequence's state between its slot and a snapshot buffer of the rank."""
+    """Copy a sequence's state between its slot and a snapshot."""
 
     request_id: RequestId
     position: int
     """Leading tokens that the state stands for. The slot may have gone on by as many as a ring looks back."""
     slot: SlotId
-    buffer: BufferId
     is_rolling: bool = False
     """Kept while decoding: takes the place of the sequence's older rolling one."""
 
@@ -107,9 +106,11 @@ class RankPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
     restore: tuple[StateCopy, ...] = ()
-    """Buffer to slot, before a sequence's first chunk, which begins at `position`."""
+    """From the snapshot that came with the load to the slot, before a sequence's first chunk, which begins
+    at `position`."""
     keep: tuple[StateCopy, ...] = ()
-    """Slot to buffer, once the step is computed."""
+    """From the slot to a snapshot, once the step is computed and if it came so far: not with a lost load, nor
+    with drafts that were wrong."""
     num_drafts: int = 0
     """Guesses to make for each row's sequence after the step, for a later one; at most as many as the
     engine can."""

@@ -112,20 +112,6 @@ class CachedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """Where the prefill of a request may begin: after tokens whose block KV its blocks will hold, with a
-    snapshot of the state at their end.
-
-    If the snapshot is gone the prefill begins at 0, which is slower and gives the same text.
-    """
-
-    request_id: RequestId
-    """Whose state was kept; its leading tokens are the same."""
-    position: int
-    """Leading tokens, a multiple of 128."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One sequence to generate, as the gateway submits it.
 
@@ -151,7 +137,6 @@ class RequestSpec:
     branch_points: tuple[int, ...] = ()
     """Multiples of 128 where other prompts may part from this one: the state is kept there too, if the
     model has any. Others mean nothing."""
-    resume: Resume | None = None
     kv: KvIdentity | None = None
     """None: nothing of it is looked up or kept."""
     cached: CachedPrefix | None = None
@@ -166,6 +151,11 @@ class RequestSpec:
     def num_known_tokens(self) -> int:
         """Tokens whose KV a prefill has to compute: prompt and delivered output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Known tokens that the gateway found no KV of."""
+        return self.num_known_tokens - (self.cached.num_tokens if self.cached is not None else 0)
 
     @property
     def max_total_tokens(self) -> int:

@@ -40,12 +40,34 @@ class KvPart:
     slot: SlotId | None = None
 
 
+class LoadState(Enum):
+    """How far the load of a sequence's cached KV has come."""
+
+    WANTED = "wanted"
+    """Not ordered yet."""
+    ORDERED = "ordered"
+    """No answer yet."""
+    ANSWERED = "answered"
+    """What will be there in time is known."""
+
+
+@dataclass(slots=True)
+class KvLoad:
+    """Cached KV that a sequence waits for or begins with. Ends when its prefill is computed."""
+
+    num_tokens: int
+    """Leading tokens: hoped for, then promised, less what was lost since."""
+    state: LoadState = LoadState.WANTED
+    state_position: int = -1
+    """Leading tokens of which the state is at hand; -1: none."""
+
+
 @dataclass(slots=True)
 class Sequence:
     """One attempt at one request on one rank of one group.
 
     `token_ids` holds the prompt, then every output token known here. `num_computed_tokens` are the
-    leading ones whose KV this rank holds.
+    leading ones whose KV this rank holds, or will hold when a step needs it.
     """
 
     assign: Assign
@@ -60,6 +82,16 @@ class Sequence:
     """Guesses of the tokens after the newest one, for the next decode step."""
     is_on_engine: bool = False
     """The engine has been given a `SequenceStart`."""
+    load: KvLoad | None = None
+    """None: nothing was to be loaded, or it is over."""
+    num_cached_tokens: int = 0
+    """Leading tokens that this rank does not compute; while queued, as far as is known."""
+    num_stored_blocks: int = 0
+    """Leading blocks that others can load already."""
+    write_begin: int = 0
+    """As `PrefillChunk.write_begin`."""
+    restores_state: bool = False
+    """It begins with a snapshot of the state after its cached tokens."""
 
     @property
     def spec(self) -> RequestSpec:
@@ -75,6 +107,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_todo_tokens(self) -> int:
+        """Known tokens that are still to be computed."""
+        return len(self.token_ids) - max(self.num_computed_tokens, self.num_cached_tokens)
 
     @property
     def num_output_tokens(self) -> int:

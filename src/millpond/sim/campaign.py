@@ -148,7 +148,6 @@ def _draw_shape(chance: Chance) -> ClusterShape:
             SimRankParams(),
             num_blocks=_between(chance, 4, 24),
             num_slots=_between(chance, 1, 12),
-            num_snapshots=chance.below(2) * _between(chance, 1, 6),
             max_drafts=chance.below(3),
         ),
         jitter_ns=chance.below(2) * _between(chance, 0, 40) * MILLISECOND_NS,

@@ -23,12 +23,15 @@ from millpond.core.request import FinishReason, RequestSpec, SamplingParams, tok
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.sim.handoffs import Handoffs
 from millpond.sim.kernel import Kernel
+from millpond.sim.kv_node import KvNode, LoadFaults
+from millpond.sim.kv_pool import KvPool
 from millpond.sim.network import Network
+from millpond.sim.session_client import SessionClient
 from millpond.sim.sim_controller import SimController
 from millpond.sim.sim_engine import VOCAB_SIZE
 from millpond.sim.sim_gateway import SimGateway, Stream
 from millpond.sim.sim_leader import SimLeader
-from millpond.sim.workload import Arrival
+from millpond.sim.workload import Arrival, Session
 
 SUPERVISOR = "supervisor"
 SUPERVISOR_ORDER = 1
@@ -55,6 +58,8 @@ class ClusterShape:
     """Messages take up to so much longer, by chance."""
     duplicate_ratio: float = 0.0
     """Share of token messages that come twice."""
+    load_faults: LoadFaults = field(default_factory=LoadFaults)
+    """What goes wrong with the loads of cached KV."""
     detect_ns: int = 50 * MILLISECOND_NS
     """Time until the supervisor notices a death."""
     restart_ns: int = SECOND_NS
@@ -77,6 +82,13 @@ class Cluster:
             self.kernel, shape.costs.message_ns, shape.jitter_ns, Chance(seed, "network.jitter")
         )
         self.handoffs = Handoffs(self.kernel, shape.costs)
+        self.kv_node = KvNode(
+            self.kernel,
+            KvPool(has_state=shape.rank.has_state),
+            shape.costs,
+            shape.load_faults,
+            Chance(seed, "loads"),
+        )
         self.streams: list[Stream] = []
         """Every request that was submitted."""
         self.num_kills = 0
@@ -84,6 +96,8 @@ class Cluster:
         self._duplicates = Chance(seed, "network.duplicates")
         self._num_added = 0
         self._num_open = 0
+        self._clients: dict[RequestId, SessionClient] = {}
+        """Sessions by the request that they wait for."""
         self._incarnations: dict[str, int] = {}
         self._roles = {GroupId(name): (role, num_ranks) for name, role, num_ranks in shape.groups}
         self._dead: set[str] = set()
@@ -93,8 +107,9 @@ class Cluster:
         for group in self._roles:
             self._start_group(group)
         names = [GatewayId(f"g{i}") for i in range(shape.num_gateways)]
+        pool = self.kv_node.pool if shape.rank.can_load else None
         self.gateways = {
-            name: SimGateway(name, GATEWAY_ORDER + i, self.kernel, self.network, self._on_end)
+            name: SimGateway(name, GATEWAY_ORDER + i, self.kernel, self.network, self._on_end, pool)
             for i, name in enumerate(names)
         }
 
@@ -117,6 +132,17 @@ class Cluster:
             )
             self.kernel.at(arrival.time_ns, CLIENT_ORDER, lambda spec=spec: self._submit(spec))
 
+    def add_sessions(self, sessions: list[Session]) -> None:
+        """Schedule sessions. Each stays with one gateway."""
+        for number, session in enumerate(sessions):
+            self._num_open += 1
+            gateway = GatewayId(f"g{number % self.shape.num_gateways}")
+            SessionClient(session, number, gateway, self.kernel, self._submit_turn)
+
+    def _submit_turn(self, client: SessionClient, spec: RequestSpec) -> None:
+        self._clients[spec.request_id] = client
+        self._submit(spec)
+
     def _submit(self, spec: RequestSpec) -> None:
         gateway = self.gateways.get(spec.gateway)
         if gateway is None:
@@ -130,7 +156,9 @@ class Cluster:
             gateway.cancel(request_id)
 
     def _on_end(self, stream: Stream) -> None:
-        self._num_open -= 1
+        client = self._clients.pop(stream.spec.request_id, None)
+        if client is None or not client.on_end(stream):
+            self._num_open -= 1
         num_tokens = len(stream.token_times_ns)
         if stream.reason is FinishReason.LENGTH and num_tokens > stream.spec.sampling.max_tokens:
             raise InvariantBroken(f"{stream.spec.request_id} got {num_tokens} tokens")
@@ -193,8 +221,11 @@ class Cluster:
                 data_address=f"{group}/{i}",
                 num_blocks=rank.num_blocks,
                 num_slots=rank.num_slots,
-                num_snapshots=rank.num_snapshots,
+                min_computed_tokens=rank.min_computed_tokens,
                 max_drafts=rank.max_drafts,
+                can_load=rank.can_load,
+                has_state=rank.has_state,
+                replay_tokens=rank.replay_tokens if rank.has_state else 0,
             )
             for i in range(num_ranks)
         )
@@ -210,6 +241,7 @@ class Cluster:
             kernel=self.kernel,
             network=self.network,
             handoffs=self.handoffs,
+            kv_node=self.kv_node,
             costs=self.shape.costs,
             put_tokens=self._put_tokens,
             is_spanning=self.shape.is_spanning,
@@ -247,6 +279,8 @@ class Cluster:
             found.append(f"the controller has {self.controller.dispatcher.num_requests} requests")
         if self.handoffs.num_open:
             found.append(f"{self.handoffs.num_open} halves of handoffs are open")
+        if self.kv_node.num_open:
+            found.append(f"{self.kv_node.num_open} loads are open")
         rank = self.shape.rank
         for group in self._roles:
             leader = self.leaders.get(group)

@@ -31,6 +31,8 @@ def summarise(streams: Sequence[Stream]) -> dict[str, object]:
         if len(s.token_times_ns) > 1
     ]
     num_tokens = sum(len(stream.token_times_ns) for stream in streams)
+    num_prompt = sum(stream.spec.num_prompt_tokens for stream in finished)
+    num_cached = sum(stream.num_cached_tokens for stream in finished)
     begin_ns = min((stream.submitted_ns for stream in streams), default=0)
     end_ns = max((stream.token_times_ns[-1] for stream in finished), default=begin_ns)
     seconds = (end_ns - begin_ns) / SECOND_NS
@@ -38,6 +40,9 @@ def summarise(streams: Sequence[Stream]) -> dict[str, object]:
         "num_requests": len(streams),
         "reasons": dict(sorted(Counter(s.reason.value for s in streams if s.reason is not None).items())),
         "num_output_tokens": num_tokens,
+        "num_prompt_tokens": num_prompt,
+        "num_cached_tokens": num_cached,
+        "hit_ratio": num_cached / num_prompt if num_prompt else 0.0,
         "seconds": seconds,
         "output_tokens_per_s": num_tokens / seconds if seconds else 0.0,
         "ttft_s": _spread(ttft),

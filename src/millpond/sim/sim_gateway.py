@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import Cancel, GatewayUp, ServiceState, Submit, TokensOut
+from millpond.core.hashing import HashChain
 from millpond.core.ids import GatewayId, RequestId
 from millpond.core.plan import RequestEnded, Resubmit, TokenOut
-from millpond.core.request import FinishReason, RequestSpec, token_ids
-from millpond.core.units import SECOND_NS
+from millpond.core.request import CachedPrefix, FinishReason, RequestSpec, TokenIds, token_ids
+from millpond.core.units import BLOCK_TOKENS, SECOND_NS
 from millpond.sim.kernel import Kernel
+from millpond.sim.kv_pool import KvPool
 from millpond.sim.network import Network
 from millpond.sim.sim_engine import token_at
 
@@ -28,6 +30,8 @@ class Stream:
     token_times_ns: list[int] = field(default_factory=list[int])
     reason: FinishReason | None = None
     detail: str = ""
+    num_cached_tokens: int = 0
+    """Leading tokens that the first attempt did not compute."""
     ahead: dict[int, tuple[int, TokenOut]] = field(default_factory=dict[int, tuple[int, TokenOut]])
 
     @property
@@ -35,11 +39,15 @@ class Stream:
         """Position of the next token that the client waits for."""
         return self.spec.num_prompt_tokens + len(self.token_times_ns)
 
+    @property
+    def output_ids(self) -> TokenIds:
+        """Every token that the client has."""
+        sampling, num_prompt = self.spec.sampling, self.spec.num_prompt_tokens
+        return token_ids(token_at(sampling, num_prompt + i) for i in range(len(self.token_times_ns)))
+
     def resubmission(self, attempt: int) -> RequestSpec:
         """The request with every token that the client has."""
-        sampling, num_prompt = self.spec.sampling, self.spec.num_prompt_tokens
-        output = token_ids(token_at(sampling, num_prompt + i) for i in range(len(self.token_times_ns)))
-        return replace(self.spec, attempt=attempt, output_ids=output)
+        return replace(self.spec, attempt=attempt, output_ids=self.output_ids)
 
 
 class SimGateway:
@@ -56,6 +64,7 @@ class SimGateway:
         kernel: Kernel,
         network: Network,
         on_end: Callable[[Stream], None],
+        pool: KvPool | None,
     ) -> None:
         self.name = name
         self.streams: dict[RequestId, Stream] = {}
@@ -65,6 +74,7 @@ class SimGateway:
         self._kernel = kernel
         self._network = network
         self._on_end = on_end
+        self._pool = pool
         self._incarnation: int | None = None
         self._tokens: list[tuple[int, int, TokenOut]] = []
         self._num_tokens = 0
@@ -73,9 +83,19 @@ class SimGateway:
 
     def submit(self, spec: RequestSpec) -> Stream:
         """A client asks."""
-        stream = self.streams[spec.request_id] = Stream(spec, self._kernel.now_ns)
-        self._send(Submit(spec))
+        stream = self.streams[spec.request_id] = Stream(self._match(spec), self._kernel.now_ns)
+        self._send(Submit(stream.spec))
         return stream
+
+    def _match(self, spec: RequestSpec) -> RequestSpec:
+        """Find out what of a prompt is kept."""
+        if self._pool is None:
+            return spec
+        kv = self._pool.identity(spec.state_restore)
+        chain = HashChain(kv.root)
+        chain.extend(spec.prompt_ids)
+        num_blocks = min(self._pool.num_leading(chain.digests), (spec.num_known_tokens - 1) // BLOCK_TOKENS)
+        return replace(spec, kv=kv, cached=CachedPrefix(num_blocks * BLOCK_TOKENS) if num_blocks else None)
 
     def cancel(self, request_id: RequestId) -> None:
         """The client left."""
@@ -105,6 +125,8 @@ class SimGateway:
             return
         if token.token_id != token_at(stream.spec.sampling, token.position):
             raise InvariantBroken(f"wrong token for {token.request_id} at {token.position}")
+        if token.attempt == 0 and token.position == stream.spec.num_prompt_tokens:
+            stream.num_cached_tokens = token.num_cached_tokens
         stream.ahead.setdefault(token.position, (arrival_ns, token))
         while (found := stream.ahead.pop(stream.next_position, None)) is not None:
             stream.token_times_ns.append(arrival_ns)

@@ -13,16 +13,28 @@ from millpond.core.events import (
     Assigned,
     Fetch,
     GroupUp,
+    Loaded,
     RankInfo,
+    RankReport,
     StepDone,
     Tick,
     TokensOut,
 )
 from millpond.core.ids import RequestId
-from millpond.core.plan import AbortOn, Assign, GroupPlan, Introduce, SequenceEnd, StepKind, TokenOut
+from millpond.core.plan import (
+    AbortOn,
+    Assign,
+    GroupPlan,
+    Introduce,
+    RankPlan,
+    SequenceEnd,
+    StepKind,
+    TokenOut,
+)
 from millpond.core.units import MILLISECOND_NS
 from millpond.sim.handoffs import HandoffEvent, Handoffs
 from millpond.sim.kernel import Kernel
+from millpond.sim.kv_node import KvNode
 from millpond.sim.network import Network
 from millpond.sim.sim_engine import SimEngine
 
@@ -60,6 +72,7 @@ class SimLeader:
         kernel: Kernel,
         network: Network,
         handoffs: Handoffs,
+        kv_node: KvNode,
         costs: SimCostParams,
         put_tokens: Callable[[str, str, int, TokensOut], None],
         is_spanning: bool,
@@ -74,10 +87,11 @@ class SimLeader:
         self._kernel = kernel
         self._network = network
         self._handoffs = handoffs
+        self._kv_node = kv_node
         self._costs = costs
         self._put_tokens = put_tokens
         self._is_spanning = is_spanning
-        self._engines = [SimEngine() for _ in ranks]
+        self._engines = [SimEngine(info) for info in ranks]
         self._owner = f"{self._name}#{incarnation}"
         self._is_dead = False
         self._is_loop_due = False
@@ -95,6 +109,7 @@ class SimLeader:
         self._is_dead = True
         self._network.detach(self._name)
         self._handoffs.lose(self._owner)
+        self._kv_node.lose(self._owner)
 
     # --- in ----------------------------------------------------------------------------------
 
@@ -106,7 +121,7 @@ class SimLeader:
         elif isinstance(message, Introduce):
             self._introduce()
 
-    def _on_handoff(self, event: HandoffEvent) -> None:
+    def _on_answer(self, event: HandoffEvent | Loaded) -> None:
         if not self._is_dead:
             self._advance(event)
 
@@ -156,20 +171,26 @@ class SimLeader:
         self._ended += plan.ended
         if plan.started or plan.ended:
             self._report()
+        for unload in plan.unloads:
+            self._kv_node.end(self._owner, unload)
+        for load in plan.loads:
+            self._kv_node.start(self._owner, self._on_answer, load)
+        for swap in plan.swaps:
+            self._engines[swap.rank].swap_in(swap, self._kv_node.swap_in(self._owner, swap))
         for send in plan.sends:
-            self._handoffs.send(self._owner, self._on_handoff, send)
+            self._handoffs.send(self._owner, self._on_answer, send)
         for receive in plan.receives:
-            self._handoffs.receive(self._owner, self._name, self._on_handoff, receive)
+            self._handoffs.receive(self._owner, self._name, self._on_answer, receive)
         for finish in plan.finishes:
             self._handoffs.finish(self._owner, finish)
         for close in plan.closes:
-            self._handoffs.close(self._owner, self._on_handoff, close)
+            self._handoffs.close(self._owner, self._on_answer, close)
         if plan.ranks:
             self._begin_step(plan)
 
     def _begin_step(self, plan: GroupPlan) -> None:
         reports = tuple(
-            engine.execute(rank, plan.num_steps)
+            self._execute(engine, rank, plan.num_steps)
             for engine, rank in zip(self._engines, plan.ranks, strict=True)
         )
         step_ns = self._step_ns(plan)
@@ -177,11 +198,35 @@ class SimLeader:
         self._span = _Span(self._kernel.now_ns, step_ns, plan.num_steps, rows)
         self.num_steps += plan.num_steps
         done = StepDone(plan.step, reports)
-        self._kernel.after(step_ns * plan.num_steps, self._order, lambda: self._end_step(done))
+        self._kernel.after(step_ns * plan.num_steps, self._order, lambda: self._end_step(plan, done))
 
-    def _end_step(self, done: StepDone) -> None:
-        if not self._is_dead:
-            self._advance(done)
+    def _execute(self, engine: SimEngine, part: RankPlan, num_steps: int) -> RankReport:
+        for copy in part.restore:
+            engine.write_state(copy.slot, self._kv_node.state(self._owner, copy))
+        lost: dict[RequestId, int] = {}
+        for chunk in part.chunks:
+            num_tokens = self._kv_node.take_break(self._owner, chunk.request_id)
+            if num_tokens is not None:
+                lost[chunk.request_id] = num_tokens
+        return engine.execute(part, num_steps, lost)
+
+    def _end_step(self, plan: GroupPlan, done: StepDone) -> None:
+        if self._is_dead:
+            return
+        if self._kv_node.is_up:
+            for engine, part in zip(self._engines, plan.ranks, strict=True):
+                self._keep(engine, part)
+        self._advance(done)
+
+    def _keep(self, engine: SimEngine, part: RankPlan) -> None:
+        pool = self._kv_node.pool
+        for work in (*part.chunks, *part.rows):
+            for block in engine.take_full_blocks(work.request_id):
+                pool.put_block(block.digest, is_approximate=block.is_approximate)
+        for copy in part.keep:
+            state = engine.read_state(copy)
+            if state is not None:
+                pool.put_state(state.digest, is_approximate=state.is_approximate)
 
     def _step_ns(self, plan: GroupPlan) -> int:
         costs = self._costs
@@ -189,7 +234,10 @@ class SimLeader:
             most = max(sum(1 + len(row.draft_ids) for row in rank.rows) for rank in plan.ranks)
             return costs.decode_step_ns + most * costs.decode_row_ns
         most = max(sum(chunk.end - chunk.begin for chunk in rank.chunks) for rank in plan.ranks)
-        return costs.prefill_step_ns + most * costs.prefill_token_ns
+        compute_ns = costs.prefill_step_ns + most * costs.prefill_token_ns
+        names = [chunk.request_id for rank in plan.ranks for chunk in rank.chunks]
+        loaded_ns = max((self._kv_node.ready_ns(self._owner, name) for name in names), default=0)
+        return max(compute_ns, loaded_ns - self._kernel.now_ns)
 
     def _send_tokens(self, plan: GroupPlan) -> None:
         now_ns = self._kernel.now_ns

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millpond.core.chance import Chance
 from millpond.core.errors import ConfigError
+from millpond.core.request import StateRestore
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 
 
@@ -20,6 +21,18 @@ class Arrival:
     num_prompt_tokens: int
     num_output_tokens: int
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests of one client, each of which repeats all that was said before."""
+
+    time_ns: int
+    turns: tuple[tuple[int, int], ...]
+    """(new prompt tokens, output tokens) of each, at least one."""
+    pause_s: float = 0.0
+    """From the end of a turn to the next one."""
+    state_restore: StateRestore = StateRestore.REPLAY
 
 
 def poisson(

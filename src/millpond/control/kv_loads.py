@@ -1,0 +1,135 @@
+"""Cached KV of one rank's sequences: ordered while they wait, swapped in when they are granted memory.
+
+queued     the load is wanted, then ordered (`LoadStart`), then answered (`Loaded`)
+admitted   `SwapIn` into the leading blocks; the prefill begins where `policies.resume` says
+lost       the engine has forgotten the sequence: it begins anew with what is in place
+computed   `LoadEnd`, as at any other end (`RankState.move`)
+"""
+
+from __future__ import annotations
+
+from millpond.control.rank_state import WAITING, RankState
+from millpond.core.blocks import Fit
+from millpond.core.errors import InvariantBroken
+from millpond.core.events import Loaded
+from millpond.core.plan import LoadStart, SwapIn
+from millpond.core.sequence import KvLoad, LoadState, Sequence, SequenceState
+from millpond.core.units import BLOCK_TOKENS
+from millpond.policies.resume import resume
+
+
+class KvLoads:
+    """Loads of one rank.
+
+    Args:
+        rank: Its sequences.
+        max_ahead: Loads that may be ordered and whose sequences are not computed yet, >= 1.
+    """
+
+    def __init__(self, rank: RankState, max_ahead: int) -> None:
+        self._rank = rank
+        self._max_ahead = max_ahead
+
+    def want(self, sequence: Sequence) -> None:
+        """Note what the gateway found of a new sequence, if this rank can load it."""
+        cached = sequence.spec.cached
+        if cached is None or sequence.spec.kv is None or not self._rank.info.can_load:
+            return
+        num_tokens = min(cached.num_tokens, sequence.num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        if num_tokens > 0:
+            sequence.load = KvLoad(num_tokens)
+            sequence.num_cached_tokens = num_tokens
+
+    @staticmethod
+    def is_awaited(sequence: Sequence) -> bool:
+        """Whether a sequence cannot begin because what it will have is not known."""
+        return sequence.load is not None and sequence.load.state is not LoadState.ANSWERED
+
+    def order(self) -> None:
+        """Order the loads of queued sequences, in their order, as far ahead as allowed."""
+        rank = self._rank
+        lines = rank.lines
+        waiting = lines[SequenceState.QUEUED].values()
+        loads = [s.load for state in WAITING for s in lines[state].values() if s.load is not None]
+        num_open = sum(load.state is not LoadState.WANTED for load in loads)
+        for sequence in waiting:
+            load, spec = sequence.load, sequence.spec
+            if load is None or load.state is not LoadState.WANTED:
+                continue
+            if num_open >= self._max_ahead:
+                return
+            if rank.memory.fits(sequence.num_tokens) is Fit.NEVER:
+                continue  # will be refused when its turn comes
+            assert spec.kv is not None and spec.cached is not None  # noqa: S101, PT018 - `want` saw them
+            load.state = LoadState.ORDERED
+            num_open += 1
+            rank.outbox.loads.append(
+                LoadStart(
+                    request_id=spec.request_id,
+                    attempt=spec.attempt,
+                    rank=rank.me.rank,
+                    kv=spec.kv,
+                    token_ids=sequence.token_ids[: load.num_tokens],
+                    located=spec.cached.located,
+                    wants_state=rank.info.has_state,
+                )
+            )
+
+    def on_answer(self, sequence: Sequence, answer: Loaded) -> None:
+        """Learn what will be there. Only the first answer to an order counts."""
+        load = sequence.load
+        if load is None or load.state is not LoadState.ORDERED:
+            return
+        load.state = LoadState.ANSWERED
+        self._shorten(sequence, load, answer.num_tokens)
+        if 0 < answer.state_position <= load.num_tokens:
+            load.state_position = answer.state_position
+        self._rank.set_progress(sequence, num_computed_tokens=0, num_cached_tokens=load.num_tokens)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Let a sequence that was just granted memory begin after what was loaded of it."""
+        load = sequence.load
+        if load is None:
+            return
+        num_loaded = self._begin(sequence, load)
+        if num_loaded == 0:
+            self._rank.end_load(sequence)
+            return
+        spec = sequence.spec
+        table = tuple(sequence.kv.block_table[: num_loaded // BLOCK_TOKENS])
+        self._rank.outbox.swaps.append(SwapIn(spec.request_id, spec.attempt, self._rank.me.rank, table))
+
+    def lose(self, sequence: Sequence, num_tokens: int) -> None:
+        """Begin anew with the `num_tokens` leading tokens that are in place.
+
+        Raises:
+            InvariantBroken: It did not begin with a load.
+        """
+        load = sequence.load
+        if load is None or load.state is not LoadState.ANSWERED:
+            raise InvariantBroken(f"{sequence.key} lost what it never loaded")
+        # At least one block less each time, so that nothing begins anew for ever.
+        self._shorten(sequence, load, min(num_tokens, load.num_tokens - BLOCK_TOKENS))
+        if load.state_position > load.num_tokens:
+            load.state_position = -1
+        sequence.is_on_engine = False
+        self._begin(sequence, load)
+
+    @staticmethod
+    def _shorten(sequence: Sequence, load: KvLoad, num_tokens: int) -> None:
+        load.num_tokens = max(0, min(num_tokens, load.num_tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
+        sequence.num_stored_blocks = load.num_tokens // BLOCK_TOKENS
+
+    def _begin(self, sequence: Sequence, load: KvLoad) -> int:
+        """Set where the prefill begins. Returns the leading tokens whose blocks it needs."""
+        chosen = resume(
+            load.num_tokens,
+            load.state_position,
+            sequence.num_tokens,
+            self._rank.info,
+            sequence.spec.state_restore,
+        )
+        sequence.write_begin = chosen.write_begin
+        sequence.restores_state = chosen.restores_state
+        self._rank.set_progress(sequence, chosen.begin, chosen.begin)
+        return chosen.num_loaded_tokens
