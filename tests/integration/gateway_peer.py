@@ -23,7 +23,7 @@ from millpond.core.plan import TokenOut
 from millpond.core.request import FinishReason, RequestSpec
 from millpond.serve.process import ProcessSpec
 from millpond.serve.rpc import Network, Push, Router, wait_any
-from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint, make_run_folder
+from millpond.serve.run_folder import GATEWAY, PoolAccess, RunFolder, control_endpoint, make_run_folder
 
 DEADLINE_S = 20.0
 MAX_MODEL_LEN = 4096
@@ -110,7 +110,17 @@ class Peer:
         if finish is not None:
             del self._sequences[spec.request_id]
         position = spec.num_prompt_tokens + index
-        return [TokenOut(spec.request_id, spec.attempt, position, self.text[index], finish=finish)]
+        num_cached = spec.cached.num_tokens if spec.cached is not None else 0
+        return [
+            TokenOut(
+                spec.request_id,
+                spec.attempt,
+                position,
+                self.text[index],
+                finish=finish,
+                num_cached_tokens=num_cached,
+            )
+        ]
 
 
 @dataclass
@@ -158,9 +168,11 @@ def make_config(folder: Path, port: int, drain_s: float = 10.0) -> Config:
     )
 
 
-def start_gateway(folder: Path, config: Config) -> GatewayProcess:
+def start_gateway(folder: Path, config: Config, pool: PoolAccess | None = None) -> GatewayProcess:
     """Start a gateway process and its peer."""
     run_folder = make_run_folder(config)
+    if pool is not None:
+        run_folder.write_pool_access(pool)
     log_file = folder / "gateway.log"
     with log_file.open("wb") as log:
         command = ProcessSpec("gateway", run_folder.path, 1).arguments()

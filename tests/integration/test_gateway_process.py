@@ -16,7 +16,13 @@ import httpx
 import openai
 import pytest
 
+from millpond.core.hashing import root_digest
+from millpond.engine.kv_identity import WeightDigests, configured_fingerprint, configured_layout
+from millpond.serve.gateway.tenants import OPEN_TENANT, load_salts
+from millpond.serve.run_folder import PoolAccess
 from tests.integration.gateway_peer import DEADLINE_S, GatewayProcess, make_config, start_gateway
+from tests.unit.serve.gateway.test_cached_tokens import store
+from tests.unit.store.metadata.shards import TOKEN, shards, stop
 
 TEXT = "0123456789" * 20
 BODY = {"model": "synthetic", "prompt": "count", "max_tokens": 200}
@@ -259,6 +265,39 @@ def test_a_controller_that_stays_away_gets_calls_refused(start: Callable[..., Ga
         return response.status_code == 200 and response.json()["choices"][0]["text"] == TEXT
 
     gateway.wait_for(is_served, "served again")
+
+
+def test_a_pool_is_asked_and_a_lost_one_costs_hits_only(folder: Path) -> None:
+    config = make_config(folder, free_port())
+    prompt = "count " * 100
+    with shards(folder, 1) as made:
+        gateway = start_gateway(folder, config, PoolAccess(made.pool_map.metadata, TOKEN))
+        try:
+            gateway.wait_ready()
+            body = BODY | {"prompt": prompt}
+
+            def cached_tokens() -> int:
+                response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=DEADLINE_S)
+                return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+            assert cached_tokens() == 0
+            spec = gateway.peer.submits[0]
+            store(made, spec.kv, spec.prompt_ids, on_disk=2, in_memory=1)
+            assert cached_tokens() == 3 * 128
+            layout = configured_layout(config.engine, config.synthetic)
+            (salt,) = load_salts(Path(config.supervise.state_dir), [OPEN_TENANT]).values()
+            model = configured_fingerprint(config.engine, WeightDigests(folder))
+            assert spec.kv.root == root_digest(model, layout.fingerprint, salt, b""), "interfaces A.1"
+            stop(made.servers[0])
+            assert cached_tokens() == 0
+            metrics = httpx.get(f"{gateway.url}/metrics").text
+            assert 'millpond_prefix_match_total{outcome="failed"} 1.0' in metrics
+            assert 'millpond_prompt_tokens_total{group="gw0",source="cached"} 384.0' in metrics
+            assert gateway.stop() == 0
+        finally:
+            gateway.process.kill()
+            gateway.process.wait(DEADLINE_S)
+            gateway.peer.stop()
 
 
 def test_a_port_in_use_is_named_and_the_process_ends(folder: Path) -> None:

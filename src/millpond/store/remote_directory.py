@@ -115,10 +115,14 @@ class RemoteDirectory:
         return self._host if name == self._name else self._others.get(name)
 
     def join(self, name: str, host: DramHost) -> None:
-        """This host begins a life: from now on the directory is told of it. Once."""
+        """This host begins a life: from now on the directory is told of it."""
         with self._lock:
             self._name, self._host = name, host
-        self._thread.start()
+            self._kept.clear()
+            self._changed.clear()
+        if not self._thread.ident:
+            self._thread.start()
+        self._wake.set()
 
     def leave(self, name: str, epoch: int) -> None:
         """This host's life has ended."""

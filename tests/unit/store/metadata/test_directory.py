@@ -175,6 +175,10 @@ def test_hosts_see_what_others_keep(tmp_path: Path, closing, count: int):
         wait_until(lambda: b.find(NAMES[1]) == [place("a", 5, 4)], "moved")
         a.leave("a", 5)
         assert b.find(NAMES[1]) == [None]
+        a.join("a", DramHost("a:1", 6))
+        a.publish([(NAMES[2], place("a", 6, 3))])
+        wait_until(lambda: b.find(NAMES[1] + NAMES[2]) == [None, place("a", 6, 3)], "a new life")
+        assert b.host("a") == DramHost("a:1", 6)
 
 
 def test_states_are_found_by_their_own_address(tmp_path: Path, closing):
