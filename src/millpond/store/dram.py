@@ -20,7 +20,7 @@ from millpond.store.clock import Clock, SystemClock
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram_arena import DramArena, SlotRef
 from millpond.store.dram_blocks import Admission, DramBlocks, DramCounts
-from millpond.store.dram_directory import Directory, DramPlace
+from millpond.store.dram_directory import Directory
 from millpond.store.dram_spill import Origin, Spiller, WriteExtents
 from millpond.store.stripe import Block
 
@@ -194,10 +194,6 @@ class DramLevel:
         """Write what waited longest to the pool, if need be; whether so many slots can be had now."""
         return self._spiller.make_room(num_slots, deadline_ns=deadline_ns)
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Whether a block is in memory now."""
-        return block_hash in self.blocks
-
     def read(self, block_hash: bytes, out: Block) -> bool:
         """Copy a block out; whether it was here, whole and undamaged. `touch` counts the use."""
         try:
@@ -213,11 +209,6 @@ class DramLevel:
             for digest in reversed(chain.digests):
                 self.blocks.touch(digest[:BLOCK_HASH_BYTES])
                 self._spiller.touch(digest)
-
-    def places(self) -> list[tuple[bytes, DramPlace]]:
-        """All that a directory which knows nothing must be told."""
-        with self.lock:
-            return self.blocks.places()
 
     def spill_due(self, *, deadline_ns: int) -> int:
         """Write the tails whose time has come; how many blocks are on disk now that were not."""

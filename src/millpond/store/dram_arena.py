@@ -194,10 +194,6 @@ class DramArena:
         entry = self._table[ref.slot]
         return int(entry["generation"]) == ref.generation and entry["hash"].tobytes() == block_hash
 
-    def is_current(self, ref: SlotRef) -> bool:
-        """Whether a slot was not taken back: look before each write into a slot that was lent."""
-        return 0 <= ref.slot < self.num_slots and int(self._table[ref.slot]["generation"]) == ref.generation
-
     def rows_ready(self, lane: int, row: int) -> int:
         """How many leading blocks of a load have this row in its slot; grows until the lane is given back.
 

@@ -328,10 +328,6 @@ class DramBlocks:
         """Blocks that are not on disk."""
         return (name for name, held in self._held.items() if held.is_dirty)
 
-    def places(self) -> list[tuple[bytes, DramPlace]]:
-        """What a directory that knows nothing must be told."""
-        return [(name, self._place(held.ref)) for name, held in self._held.items() if held.is_whole]
-
     def close(self) -> None:
         """Leave the directory and give the memory back."""
         self._directory.leave(self._host, self.arena.epoch)

@@ -28,7 +28,7 @@ from millpond.store.dram import DramLevel
 from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import Directory, DramPlace
 from millpond.store.dram_reader import DramPeers, PeerCall
-from millpond.store.extent_get import GetEnd, GetResult, RowOrder, RowSink
+from millpond.store.extent_get import GetEnd, RowOrder
 from millpond.store.load_state import LoadPool, LoadResult, TieredLoad, cut_hit, num_had, rows_ready
 from millpond.store.located import parse_located
 from millpond.store.slot_sink import SlotSink
@@ -75,7 +75,7 @@ class TieredLoader:
             A load to `run` and to `release`; None if not even the first block is to be had.
 
         Raises:
-            ArenaFull: No room, or no lane, now. Nothing is held.
+            ArenaFull: No room, or no lane, now. Nothing is held. `DramLevel.make_room` may help.
             InvalidRequest: The chain has a block twice.
         """
         names = [digest[:BLOCK_HASH_BYTES] for digest in chain.digests]
@@ -93,7 +93,7 @@ class TieredLoader:
         if not length:
             return None
         wanted = replace(chain, digests=chain.digests[: min(length, self._level.blocks.max_pinned)])
-        blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests], deadline_ns)
+        blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
         load = TieredLoad(wanted, blocks, lane, cut_hit(hit, wanted), places)
         load.has_matched = has_matched
         with self._changed:
@@ -310,18 +310,8 @@ class TieredLoader:
             self._level.blocks.unpin(held)
         self._arena.give_back_lane(load.lane)
 
-    def _hold(self, names: Sequence[bytes], deadline_ns: int) -> tuple[list[HeldBlock], int]:
-        """Slots and a lane, or neither; what waits to be written is written if nothing else makes room."""
-        try:
-            return self._try_hold(names)
-        except ArenaFull as error:
-            if error.code != "dram.full":
-                raise
-        now_ns = time.monotonic_ns()
-        self._level.make_room(len(names), deadline_ns=now_ns + (deadline_ns - now_ns) // 2)
-        return self._try_hold(names)
-
-    def _try_hold(self, names: Sequence[bytes]) -> tuple[list[HeldBlock], int]:
+    def _hold(self, names: Sequence[bytes]) -> tuple[list[HeldBlock], int]:
+        """Slots and a lane, or neither."""
         with self._changed:
             lane = self._arena.take_lane()
             if lane is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,120 +20,20 @@ from millpond.core.errors import (
     QuotaExceeded,
     StaleEpoch,
 )
-from millpond.policies.spill import SpillParams
 from millpond.store.chain import BlockChain
 from millpond.store.codec.checksum import checksum
-from millpond.store.dram import DramLevel, DramParams
 from millpond.store.dram_arena import NUM_LANES, DramArena, SlotRef
 from millpond.store.dram_directory import DramDirectory, DramHost, DramPlace
-from millpond.store.dram_reader import DramPeers
-from millpond.store.dram_spill import WriteExtents
 from millpond.store.net.connection import Connection
-from millpond.store.net.dram_server import DramServer
 from millpond.store.net.messages import NodeStatus, NodeStatusQuery, PeerRead
-from millpond.store.tiered_load import TieredLoader
+from tests.unit.store.dram_hosts import SLOT_BYTES, Got, Hosts, S, hosts
 from tests.unit.store.pool_cluster import (
     LAYOUT,
-    Cluster,
     blocks_of,
     bytes_of,
     chain_of,
-    cluster,
     soon,
 )
-
-SLOT_BYTES = LAYOUT.block_bytes + 40
-S = 10**9
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def unix_s(self) -> int:
-        return self.now_ns // S
-
-
-@dataclass(frozen=True)
-class Got:
-    num_blocks: int
-    from_memory: int = 0
-    from_peers: int = 0
-    from_pool: int = 0
-
-
-@dataclass
-class Host:
-    name: str
-    level: DramLevel
-    loader: TieredLoader
-    server: DramServer
-    clock: HandClock
-
-    def put(self, chain: BlockChain, begin: int = 0, end: int | None = None) -> int:
-        return self.level.put(chain, begin, blocks_of(chain, begin, end), deadline_ns=soon())
-
-    def read(self, chain: BlockChain) -> Got:
-        """Load a chain, check every byte, and give all back."""
-        load = self.loader.begin(chain, b"", deadline_ns=soon())
-        if load is None:
-            return Got(0)
-        result = self.loader.run(load, deadline_ns=soon())
-        for held, digest in zip(load.blocks[: result.num_blocks], chain.digests, strict=False):
-            assert np.array_equal(self.level.arena.view(held.ref.slot), bytes_of(digest)), "wrong bytes"
-        self.loader.release(load)
-        return Got(result.num_blocks, result.from_memory, result.from_peers, result.from_pool)
-
-
-@dataclass
-class Hosts:
-    made: Cluster
-    directory: DramDirectory
-    folder: Path
-    stack: ExitStack
-
-    def add(
-        self,
-        name: str,
-        num_slots: int = 64,
-        *,
-        epoch: int = 1,
-        evict: str = "lru",
-        max_pinned_ratio: float = 1.0,
-        write: WriteExtents | None = None,
-    ) -> Host:
-        path = self.folder / f"{name}-{epoch}.arena"
-        arena = DramArena.create(path, num_slots * SLOT_BYTES + 4 * 4096, LAYOUT, epoch=epoch)
-        assert arena.num_slots >= num_slots
-        server = DramServer(arena, name, "127.0.0.1:0", token="t")
-        server.start()
-        self.directory.join(name, DramHost(server.address, epoch))
-        clock = HandClock()
-        level = DramLevel(
-            arena,
-            host=name,
-            directory=self.directory,
-            window=self.made.pool.window,
-            write=write or self.made.pool.put,
-            params=DramParams(evict, SpillParams(idle_s=30, retry_s=5), max_pinned_ratio),
-            clock=clock,
-        )
-        peers = DramPeers(self.directory, name=name, token="t")
-        loader = TieredLoader(level, self.directory, peers, self.made.pool)
-        self.stack.callback(level.close, deadline_ns=soon(60))
-        self.stack.callback(loader.check)
-        self.stack.callback(peers.close)
-        self.stack.callback(server.stop, 5.0)
-        return Host(name, level, loader, server, clock)
-
-
-@contextmanager
-def hosts(folder: Path) -> Iterator[Hosts]:
-    with cluster() as made, ExitStack() as stack:
-        yield Hosts(made, DramDirectory(), folder, stack)
 
 
 @pytest.fixture
@@ -202,6 +102,7 @@ def test_memory_pressure_writes_the_oldest_tail_and_evicts_tails_of_chains_first
 def test_a_chain_larger_than_the_memory_goes_through_it(made: Hosts) -> None:
     host, chain = made.add("h0", 8), chain_of(50)
     assert host.put(chain) == 50
+    assert host.level.make_room(8, deadline_ns=soon())
     result = host.read(chain)
     assert result.num_blocks == 8, "as much as there is room for"
     assert result.from_memory + result.from_pool == 8
@@ -410,12 +311,14 @@ def test_what_is_loaded_never_pushes_out_what_is_not_on_disk(made: Hosts, evict:
     made.made.metadata.is_down = False
     for peer in made.made.peers.values():
         peer.faults.refuse_puts = True
+    assert not host.level.make_room(8, deadline_ns=soon())
     with pytest.raises(ArenaFull):
         host.read(other)
     host.loader.check()
     assert host.level.num_waiting == 6
     for peer in made.made.peers.values():
         peer.faults.refuse_puts = False
+    assert host.level.make_room(8, deadline_ns=soon())
     assert host.read(other) == Got(8, 0, 0, 8), "as much as there is room for"
     assert host.read(other) == Got(8, 8, 0, 0)
     assert host.read(chain) == Got(6, 0, 0, 6)
@@ -431,7 +334,6 @@ def test_the_arena_is_read_by_path_and_refuses_what_is_none(tmp_path: Path) -> N
     writer, reader = DramArena.attach(path, writable=True), DramArena.attach(path)
     assert (reader.epoch, reader.fingerprint, reader.num_slots) == (9, LAYOUT.fingerprint, arena.num_slots)
     out = np.zeros(LAYOUT.block_bytes, np.uint8)
-    assert writer.is_current(ref)
     writer.view(ref.slot)[:] = block
     with pytest.raises(StaleEpoch):
         reader.read(ref, name, out)  # not before it is sealed
@@ -442,11 +344,10 @@ def test_the_arena_is_read_by_path_and_refuses_what_is_none(tmp_path: Path) -> N
         with pytest.raises(StaleEpoch):
             reader.read(wrong, name, out)
         assert not reader.is_filling_or_holds(wrong, name)
-        assert not writer.is_current(wrong)
     with pytest.raises(StaleEpoch):
         reader.read(ref, bytes(16), out)
     arena.free(ref)
-    assert not writer.is_current(ref)
+    assert not reader.is_filling_or_holds(ref, name)
     with pytest.raises(StaleEpoch):
         reader.read(ref, name, out)
     for misuse in (lambda: arena.free(ref), lambda: arena.seal(ref, name, 0), lambda: arena.unseal(ref)):
