@@ -7,8 +7,10 @@ from collections.abc import Callable
 from millpond.config.sections import Config
 from millpond.config.synthetic_params import SYNTHETIC
 from millpond.config.topology import GroupSpec
+from millpond.core.errors import InvariantBroken
 from millpond.core.ids import RequestId
 from millpond.core.ports import Engine
+from millpond.engine.kv_identity import configured_layout
 from millpond.serve.loading_bar import loading_bar
 from millpond.serve.network import Network
 from millpond.serve.node.client import NodeClient
@@ -22,7 +24,15 @@ def make_engine(config: Config, group: GroupSpec, rank: int) -> Engine:
 
     Raises:
         ModelFormatError: The model's files cannot be used.
+        InvariantBroken: Its blocks are not laid out as gateway and node daemon conclude from the config.
     """
+    engine = _load(config, group, rank)
+    if engine.layout != configured_layout(config.engine, config.synthetic):
+        raise InvariantBroken(f"the engine of {config.engine.model} has another layout than its config says")
+    return engine
+
+
+def _load(config: Config, group: GroupSpec, rank: int) -> Engine:
     if config.engine.model == SYNTHETIC:
         from millpond.engine.synthetic import SyntheticEngine  # noqa: PLC0415
 
