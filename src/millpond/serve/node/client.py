@@ -144,7 +144,8 @@ class NodeClient:
         """Slots that somebody may be writing into."""
         self._told: dict[Key, int] = {}
         """Blocks whose digests the daemon knows, by sequence. The thread's own."""
-        self._heard_ns = self._sent_ns = self._hello_ns = 0
+        self._heard_ns = self._sent_ns = 0
+        self._hello_ns = time.monotonic_ns()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node client", daemon=True)
         self._thread.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -9,7 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from millpond.core.events import Loaded
 from millpond.core.extents import NodeId
 from millpond.core.ids import DpRank, RequestId
 from millpond.core.kv_layout import KvLayout, StatePart
+from millpond.core.node_messages import Load
 from millpond.core.plan import LoadStart
 from millpond.core.request import KvIdentity
 from millpond.policies.spill import SpillParams
@@ -25,7 +30,7 @@ from millpond.serve.node.client import NodeClient
 from millpond.serve.node.daemon import NodeDaemon
 from millpond.serve.node.host_memory import HostMemory, NodeSetup
 from millpond.serve.node.node_load import NodeLoad
-from millpond.serve.rpc import Network, Router, Wakeup
+from millpond.serve.rpc import Connected, Dealer, Network, Router
 from millpond.store.chain import BlockChain
 from tests.unit.store.metadata.shards import TOKEN, shards
 from tests.unit.store.pool_cluster import LAYOUT, bytes_of, chain_of, pool_map
@@ -37,6 +42,7 @@ PARAMS = NodeParams(
     put_slots=8, lease_s=1.0, flush_s=5.0, pool_retry_s=0.1, spill=SpillParams(idle_s=0.2, retry_s=0.2)
 )
 ENDPOINT = "node.sock"
+Got = TypeVar("Got")
 
 
 def poll(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
@@ -70,7 +76,6 @@ class Daemon:
         self.daemon = NodeDaemon(self.memory, self._router, setup.params)
         self._setup = setup
         self._stopping = threading.Event()
-        self._orders = Wakeup()
         self.failure: BaseException | None = None
         self._problems: list[list[str]] = []
         self._asked = 0
@@ -130,7 +135,7 @@ class Rank:
         """Write blocks into slots and hand them over, as far as slots come."""
         end = len(of.digests) if end is None else end
         for index in range(begin, end):
-            poll(lambda: self._put_one(of, index, request), f"a slot for block {index}")
+            poll(partial(self._put_one, of, index, request), f"a slot for block {index}")
 
     def _put_one(self, of: BlockChain, index: int, request: str) -> bool:
         slot = self.client.take_slot()
@@ -278,3 +283,54 @@ def rig(folder: Path) -> Iterator[Rig]:
         network = stack.enter_context(Network())
         addresses = tuple(server.address for server in made.servers)
         yield Rig(sockets, network, peers, addresses, stack.enter_context(ExitStack()))
+
+
+class RawPeer:
+    """A peer that says what a test wants, when it wants."""
+
+    def __init__(self, made: Rig, daemon: Daemon, name: str = "raw-0") -> None:
+        self._dealer = Dealer(made.network, daemon.endpoint, name)
+        made.stack.callback(self._dealer.close)
+        self.received: list[object] = []
+        self.expect(Connected)
+
+    def send(self, message: object) -> None:
+        assert self._dealer.send(message)
+
+    def expect(self, kind: type[Got], deadline_s: float = 20.0) -> Got:
+        """Wait for the next message of a kind; others stay in `received`."""
+
+        def take() -> bool:
+            while (message := self._dealer.recv()) is not None:
+                self.received.append(message)
+            return any(isinstance(message, kind) for message in self.received)
+
+        poll(take, f"a {kind.__name__}", deadline_s)
+        found = next(message for message in self.received if isinstance(message, kind))
+        self.received.remove(found)
+        return found
+
+    def load(self, of: BlockChain, number: int, *, deadline_s: float = 20.0) -> Load:
+        """Ask for a load."""
+        order = Load(
+            RequestId(f"raw{number}"),
+            0,
+            identity(of),
+            b"".join(of.digests),
+            b"",
+            time.monotonic_ns() + int(deadline_s * 1e9),
+            number=number,
+        )
+        self.send(order)
+        return order
+
+
+@contextmanager
+def living_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

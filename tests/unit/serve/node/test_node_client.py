@@ -1,0 +1,259 @@
+"""A rank's line to its node daemon when that is late, silent, gone, or another one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millpond.core.errors import InvariantBroken
+from millpond.core.events import Loaded
+from millpond.core.node_messages import (
+    Load,
+    LoadAccepted,
+    LoadCancel,
+    LoadDone,
+    NodeHello,
+    NodeWelcome,
+    Put,
+    PutSlots,
+)
+from millpond.serve.node.client import NodeClient
+from millpond.serve.rpc import Router, wait_any
+from millpond.store.dram_arena import DramArena
+from tests.unit.serve.node.rig import Rank, Rig, chain, identity, poll, rig
+from tests.unit.store.pool_cluster import LAYOUT, bytes_of
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+class FakeDaemon:
+    """A daemon that says what a test wants; its arena is real."""
+
+    def __init__(self, made: Rig, epoch: int = 1) -> None:
+        self.arena = DramArena.create(made.folder / f"fake-{epoch}.arena", 1 << 20, LAYOUT, epoch)
+        made.stack.callback(self.arena.close)
+        self.router = Router(made.network, f"ipc://{made.folder / f'fake-{epoch}.sock'}")
+        made.stack.callback(self.router.close)
+        self.received: list[object] = []
+        events: list[object] = []
+        client = NodeClient(
+            made.network, self.router.endpoint, "p0-0", 10, LAYOUT, 4, events.append, lease_s=1.0
+        )
+        made.stack.callback(client.stop)
+        self.rank = Rank(client, events)
+
+    def take(self) -> None:
+        wait_any((self.router,), 0.01)
+        while (received := self.router.recv()) is not None:
+            self.received.append(received[1])
+
+    def expect(self, kind: type) -> object:
+        def found() -> list[object]:
+            self.take()
+            return [message for message in self.received if isinstance(message, kind)]
+
+        poll(found, f"a {kind.__name__}")
+        message = found()[0]
+        self.received.remove(message)
+        return message
+
+    def send(self, message: object) -> None:
+        assert self.router.send("p0-0", message)
+
+    def welcome(self) -> int:
+        """Answer hellos until the client has a lease; returns its incarnation."""
+        incarnations: list[int] = []
+
+        def is_up() -> bool:
+            self.take()
+            for hello in [message for message in self.received if isinstance(message, NodeHello)]:
+                self.received.remove(hello)
+                incarnations.append(hello.incarnation)
+                self.send(NodeWelcome(str(self.arena.path), self.arena.epoch, hello.incarnation))
+            return bool(incarnations) and self.rank.client.epoch == self.arena.epoch
+
+        poll(is_up, "a lease")
+        return incarnations[-1]
+
+
+def test_without_a_daemon_a_load_is_refused_at_once(made: Rig):
+    events: list[object] = []
+    client = NodeClient(
+        made.network, f"ipc://{made.folder / 'nobody.sock'}", "p0-0", 1, LAYOUT, 4, events.append
+    )
+    rank = Rank(client, events)
+    begin = time.monotonic()
+    assert rank.answer(rank.order(3, deadline_s=100)).num_tokens == 0
+    assert time.monotonic() - begin < 10
+    assert client.take_slot() is None
+    assert client.counts.refused == {"no_daemon": 1}
+    client.stop()
+
+
+def test_a_daemon_that_does_not_answer_counts_as_nothing_at_the_deadline(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    request = fake.rank.order(3, deadline_s=0.3)
+    order = fake.expect(Load)
+    assert isinstance(order, Load)
+    assert fake.rank.answer(request) == Loaded(request, 0, 0)
+    cancel = fake.expect(LoadCancel)
+    assert isinstance(cancel, LoadCancel)
+    assert cancel.number == order.number
+    fake.send(LoadAccepted(request, 0, 1, ((0, 0),), number=order.number))  # too late
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert load.num_blocks == 0
+    assert fake.rank.client.counts.refused == {"deadline": 1}
+    assert len(fake.rank.events) == 1
+
+
+def test_answers_to_a_load_that_was_ended_are_not_those_to_the_next_of_the_same_request(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    request = fake.rank.order(3)
+    first = fake.expect(Load)
+    assert isinstance(first, Load)
+    fake.rank.client.end(request, 0)
+    fake.rank.num_requests -= 1
+    assert fake.rank.order(3) == request
+    second = fake.expect(Load)
+    assert isinstance(second, Load)
+    fake.send(LoadAccepted(request, 0, 1, ((0, 0),) * 3, number=first.number))
+    fake.send(LoadDone(request, 0, 3, number=first.number))
+    fake.send(LoadAccepted(request, 0, 2, ((0, 0),) * 2, number=second.number))
+    assert fake.rank.answer(request).num_tokens == 2 * 128
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert load.num_blocks is None
+
+
+def test_a_silent_daemon_voids_what_it_gave(made: Rig):
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((1, 0), (2, 0)), incarnation))
+    request = fake.rank.order(3)
+    order = fake.expect(Load)
+    assert isinstance(order, Load)
+    fake.send(LoadAccepted(request, 0, 1, ((0, 0),) * 3, number=order.number))
+    assert fake.rank.answer(request).num_tokens == 3 * 128
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert load.is_held
+    poll(lambda: fake.rank.client.epoch == 0, "the lease is over", 10)
+    assert load.num_blocks == 0
+    assert load.num_valid(0, 3) == 0
+    assert fake.rank.client.take_slot() is None
+    assert fake.rank.client.counts.voided == 1
+    assert len(fake.rank.events) == 1
+    assert fake.welcome() > incarnation
+
+
+def test_slots_of_an_earlier_lease_are_not_used(made: Rig):
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((1, 0),), incarnation - 1))
+    fake.send(PutSlots(((2, 0),), incarnation))
+    poll(lambda: fake.rank.client.num_free_slots, "a slot")
+    slot = fake.rank.client.take_slot()
+    assert slot is not None
+    assert slot.slot == 2
+    assert fake.rank.client.take_slot() is None
+
+
+def test_a_lost_daemon_is_not_greeted_before_the_last_copy_has_ended(made: Rig):
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((1, 0),), incarnation))
+    poll(lambda: fake.rank.client.num_free_slots, "a slot")
+    slot = fake.rank.client.take_slot()
+    assert slot is not None
+    poll(lambda: fake.rank.client.epoch == 0, "the lease is over", 10)
+    fake.take()
+    assert not any(isinstance(message, NodeHello) for message in fake.received)
+    of = chain(1)
+    fake.rank.client.put(fake.rank.order(1), 0, identity(of), 0, of.digests, [slot])
+    fake.welcome()
+    assert not any(isinstance(message, Put) for message in fake.received)
+    assert fake.rank.client.counts.puts_lost == 1
+
+
+def test_an_arena_of_another_layout_is_not_used(made: Rig):
+    fake = FakeDaemon(made)
+    other = DramArena.create(made.folder / "other.arena", 1 << 20, _other_layout(), 1)
+    made.stack.callback(other.close)
+    hello = fake.expect(NodeHello)
+    assert isinstance(hello, NodeHello)
+    fake.send(NodeWelcome(str(other.path), 1, hello.incarnation))
+    fake.send(PutSlots(((1, 0),), hello.incarnation))
+    request = fake.rank.order(3)
+    assert fake.rank.answer(request).num_tokens == 0
+    assert fake.rank.client.take_slot() is None
+
+
+def test_a_slot_that_was_given_away_is_seen_after_the_copy(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    of = chain(3)
+    refs = [fake.arena.reserve(digest[:16]) for digest in of.digests]
+    assert None not in refs
+    for ref, digest in zip(refs, of.digests, strict=True):
+        fake.arena.view(ref.slot)[:] = bytes_of(digest)
+    lane = fake.arena.take_lane()
+    fake.arena.count_ready(lane, [3, 3, 2, 0])
+    request = fake.rank.order(3)
+    order = fake.expect(Load)
+    assert isinstance(order, Load)
+    slots = tuple((ref.slot, ref.generation) for ref in refs)
+    fake.send(LoadAccepted(request, 0, lane, slots, number=order.number))
+    fake.rank.answer(request)
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert [load.rows_ready(row) for row in range(4)] == [3, 3, 2, 0]
+    assert load.num_valid(0, 3) == 3
+    fake.arena.free(refs[1])
+    assert load.num_valid(0, 3) == 1
+    assert load.num_valid(2, 3) == 1
+    fake.arena.give_back_lane(lane)
+    assert load.rows_ready(0) == 0
+
+
+def test_rows_of_a_refused_load_are_not_read(made: Rig):
+    fake = FakeDaemon(made)
+    request = fake.rank.order(3)
+    fake.rank.answer(request)
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert (load.rows_ready(0), load.num_valid(0, 3), load.is_held) == (0, 0, False)
+    with pytest.raises(InvariantBroken):
+        load.row_memory(0)
+
+
+def test_a_new_daemon_serves_where_the_old_one_left(made: Rig):
+    daemon = made.start()
+    rank = made.rank(daemon)
+    rank.put(chain(8))
+    poll(lambda: daemon.daemon.counts.puts == 8, "puts")
+    held = rank.finish(rank.order(8))
+    assert held.num_valid(0, 8) == 8
+    daemon.end()
+    again = made.start()
+    rank.wait_up(again, num_slots=8)
+    assert held.num_blocks == 0
+    assert rank.read(8) in {0, 8}  # the pool may not be open yet
+    rank.put(chain(3, 900_000), request="again")
+    poll(lambda: rank.read(3, 900_000) == 3, "what was put into the new one")
+    again.check()
+
+
+def _other_layout():
+    from millpond.core.kv_layout import uniform_layout
+
+    return uniform_layout(num_layers=2, kv_bytes_per_token=16, dtype="bf16")
