@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 from pathlib import Path
 
 from millpond.config.pool_description import pool_of
@@ -12,8 +13,10 @@ from millpond.config.sizes import format_size
 from millpond.core.errors import ConfigError
 from millpond.core.units import MIB
 from millpond.serve.run_folder import POOL_FOLDER, PoolAccess, RunFolder
+from millpond.serve.units import hosts_of_ranks
 from millpond.store.pool_folder import PoolFolder, used_bytes
 
+PROBE_S = 0.5
 FREE_SHARE = 0.9
 """Of what a disk has left, at most so much is taken: the rest is for others."""
 MIN_TARGET_BYTES = 16 * MIB
@@ -72,3 +75,16 @@ def prepare_pool(config: Config, folder: RunFolder) -> None:
     addresses = home.prepare(description, reads_locally=len(config.hosts) == 1, loopback=False)
     metadata = tuple(addresses[name] for name in description.shard_names)
     folder.write_pool_access(PoolAccess(metadata, home.token()))
+
+
+def is_pool_up(config: Config, folder: RunFolder) -> bool:
+    """Whether all processes of the pool, node daemons included, listen now."""
+    if not all((folder.path / f"node-{host}").exists() for host in hosts_of_ranks(config)):
+        return False
+    for address in pool_folder(config).addresses().values():
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), PROBE_S).close()
+        except OSError:
+            return False
+    return True

@@ -21,6 +21,7 @@ from millpond.core.events import GatewayDown, GroupDown
 from millpond.core.ids import GroupId
 from millpond.core.plan import RestartGroup
 from millpond.core.units import SECOND_NS
+from millpond.serve.pool_processes import is_pool_up
 from millpond.serve.process import EXIT_CONFIG
 from millpond.serve.rpc import Dealer, Network, wait_any
 from millpond.serve.run_folder import GATEWAY, RunFolder, control_endpoint
@@ -29,6 +30,10 @@ from millpond.serve.units import Stage, Unit, make_units
 LONG_LIFE_NS = 60 * SECOND_NS
 """A unit that lived this long is restarted without extra delay."""
 POLL_S = 1.0
+POOL_START_NS = 30 * SECOND_NS
+"""How long the gateway waits for the pool at the start: who asks first should find what is stored. Without
+the pool the service works too."""
+POOL_POLL_S = 0.1
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +49,7 @@ class Supervisor:
         self._controller: Dealer | None = None
         self._unreported: list[object] = []
         self._fatal: str | None = None
+        self._awaits_pool = False
 
     # --- life --------------------------------------------------------------------------------
 
@@ -54,7 +60,11 @@ class Supervisor:
             ConfigError: A process refused its configuration or its model; restarting cannot help.
         """
         for unit in self._units:
-            self._start(unit)
+            if unit.stage is Stage.GATEWAY and self._config.pool.enabled:
+                unit.restart_at_ns = time.monotonic_ns() + POOL_START_NS
+                self._awaits_pool = True
+            else:
+                self._start(unit)
         self._controller = Dealer(self._network, control_endpoint(self._config, self._folder), "supervisor")
         if on_started is not None:
             on_started()
@@ -73,15 +83,7 @@ class Supervisor:
                 self._kill(message)
         while self._unreported and self._controller.send(self._unreported[0]):
             self._unreported.pop(0)
-        now_ns = time.monotonic_ns()
-        timeout_s = POLL_S
-        for unit in self._units:
-            if unit.restart_at_ns is not None:
-                if now_ns >= unit.restart_at_ns:
-                    unit.restart_at_ns = None
-                    self._start(unit)
-                else:
-                    timeout_s = min(timeout_s, (unit.restart_at_ns - now_ns) / SECOND_NS)
+        timeout_s = self._start_due(time.monotonic_ns())
         if self._unreported:
             timeout_s = min(timeout_s, 0.05)
         wait_any((self._controller, *self._units), timeout_s)
@@ -89,6 +91,33 @@ class Supervisor:
             dead = [p for p in unit.processes if p.poll() is not None]
             if dead:
                 self._on_death(unit, dead[0])
+
+    def _start_due(self, now_ns: int) -> float:
+        """Start the units whose time has come; seconds until something is to be looked at again."""
+        timeout_s = POLL_S
+        if self._awaits_pool:
+            self._look_for_pool(now_ns)
+            timeout_s = POOL_POLL_S
+        for unit in self._units:
+            if unit.restart_at_ns is None:
+                continue
+            if now_ns >= unit.restart_at_ns:
+                unit.restart_at_ns = None
+                self._start(unit)
+            else:
+                timeout_s = min(timeout_s, (unit.restart_at_ns - now_ns) / SECOND_NS)
+        return timeout_s
+
+    def _look_for_pool(self, now_ns: int) -> None:
+        """Start the gateway once all processes of the pool listen, or it has waited long enough."""
+        gateway = next(unit for unit in self._units if unit.stage is Stage.GATEWAY)
+        if gateway.restart_at_ns is None or now_ns >= gateway.restart_at_ns:
+            log.warning("pool.not_up", waited_s=POOL_START_NS / SECOND_NS)
+        elif is_pool_up(self._config, self._folder):
+            gateway.restart_at_ns = now_ns
+        else:
+            return
+        self._awaits_pool = False
 
     def _kill(self, order: RestartGroup) -> None:
         """Kill a silent group, unless it was restarted since. Its death is then noticed like any other."""

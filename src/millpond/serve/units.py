@@ -68,6 +68,7 @@ def make_units(config: Config, run_dir: Path, journal: Path | None) -> list[Unit
     if config.pool.enabled:
         pool += [single("metadata", Stage.POOL, f"m{i}") for i in range(config.pool.metadata_shards)]
         pool += [single("storage", Stage.POOL, node.name) for node in config.storage]
+        pool += [single("node", Stage.NODE, host) for host in hosts_of_ranks(config)]
     cores = assign_cores(config)
     return [
         *pool,
