@@ -26,7 +26,7 @@ from millpond.core.units import BLOCK_TOKENS
 from millpond.serve.gateway.chain_cache import ChainCache
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.kv_names import KvNames
-from millpond.serve.gateway.matcher import MatchOutcome, PrefixMatcher
+from millpond.serve.gateway.matcher import MatchOutcome, MatchResult, PrefixMatcher
 from millpond.store.dram_arena import SlotRef
 from millpond.store.metadata.client import MetadataClient
 from millpond.store.metadata.directory import BLOCKS, pack_entries
@@ -382,6 +382,28 @@ def test_without_metadata_requests_are_computed_and_counted(mode: str, outcome: 
         metrics = ask(gateway, "/metrics", method="GET").text
         assert f'millpond_prefix_match_total{{outcome="{outcome}"}} 1.0' in metrics
         matcher.close()
+
+
+def test_frozen_metadata_do_not_pile_up_requests():
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
+        client = MetadataClient([f"127.0.0.1:{server.getsockname()[1]}"], name="gw0", token=TOKEN)
+        matcher = PrefixMatcher(client, window=8, deadline_ms=50)
+        kv = KvIdentity(b"r" * 32, 1)
+
+        async def run() -> list[MatchResult]:
+            return await asyncio.gather(
+                *(matcher.match(kv, ids_of(prompt(900, seed))) for seed in range(300))
+            )
+
+        began = time.monotonic()
+        results = asyncio.run(run())
+        matcher.close()
+        assert time.monotonic() - began < 10, (
+            "four threads would need 3 s one after the other, and wait no more"
+        )
+        assert {result.cached for result in results} == {None}
+        assert {result.outcome for result in results} <= {MatchOutcome.LATE, MatchOutcome.FAILED}
+        assert MatchOutcome.LATE in {result.outcome for result in results}
 
 
 def test_metadata_that_come_back_are_asked_again(tmp_path: Path):

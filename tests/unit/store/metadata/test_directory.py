@@ -233,6 +233,18 @@ def test_a_host_that_was_taken_for_dead_is_told_everything_of(tmp_path: Path, cl
         wait_until(lambda: a.counts.joins > joins and a.find(NAMES[0])[0] is not None, "named again")
 
 
+def test_a_host_knows_better_what_it_keeps_itself(tmp_path: Path, closing):
+    with shards(tmp_path, 1) as made:
+        a = closing(remote(made, "a", 5))
+        a.publish([(NAMES[0], place("a", 5, 1)), (NAMES[1], place("a", 5, 2))])
+        wait_until(lambda: a.find(NAMES[0] + NAMES[1]) == [place("a", 5, 1), place("a", 5, 2)], "published")
+        for slot in range(2, 200):  # the directory lags behind, what is found does not
+            assert a.swap(NAMES[1], place("a", 5, slot), None)
+            assert a.find(NAMES[1]) == [None]
+            a.publish([(NAMES[1], place("a", 5, slot + 1))])
+            assert a.find(NAMES[1]) in ([None], [place("a", 5, slot + 1)])
+
+
 def test_publishing_does_not_wait_for_a_frozen_directory(tmp_path: Path, closing):
     """A listening socket that nobody serves: connections are taken and never answered."""
     import socket
