@@ -94,6 +94,7 @@ class RankKv:
         """What happened, as metrics."""
         swaps, kept, node = self.swaps.stats(), self.persister.stats, self.node.counts
         return {
+            "millpond_swap_ins_open": swaps.num_open,
             "millpond_swap_in_rows_total": swaps.num_rows,
             "millpond_swap_in_bytes_total": swaps.num_bytes,
             "millpond_swap_in_seconds_total": swaps.copy_seconds,

@@ -95,8 +95,10 @@ class _Swap:
 
 @dataclass(frozen=True, slots=True)
 class SwapStats:
-    """Counters of one rank."""
+    """State and counters of one rank."""
 
+    num_open: int
+    """Swap-ins that have not been ended."""
     num_rows: int
     """Rows of blocks that were copied."""
     num_bytes: int
@@ -200,6 +202,7 @@ class SwapIns:
         with self._changed:
             now = self._counters
             return SwapStats(
+                len(self._swaps),
                 now.num_rows,
                 now.num_bytes,
                 now.num_broken,
