@@ -52,6 +52,8 @@ class NodeCounts:
         """Metrics of the daemon and its memory: name, or `name:source`, to value."""
         level, snapshots = memory.level.counts, memory.snapshots.counts
         fetches, heals = memory.snapshots.fetches, memory.pool.heals
+        with memory.level.lock:
+            num_lent, num_pinned = memory.level.blocks.num_lent, memory.level.blocks.num_pinned
         counters: dict[str, float] = {
             "millpond_node_loads_total": self.loads,
             "millpond_node_loads_accepted_total": self.accepted,
@@ -76,10 +78,12 @@ class NodeCounts:
             "millpond_node_snapshots_total:refused": snapshots.refused,
             "millpond_node_snapshots_total:fetched": fetches.fetched,
             "millpond_node_snapshots_total:late": fetches.late,
-            "millpond_node_pool_open": memory.pool.is_open,
+            "millpond_node_pool_open": int(memory.pool.is_open),
             "millpond_node_blocks": memory.level.num_blocks,
             "millpond_node_blocks_waiting": memory.level.num_waiting,
             "millpond_node_blocks_capacity": memory.arena.num_slots,
+            "millpond_node_slots_lent": num_lent,
+            "millpond_node_slots_pinned": num_pinned,
             "millpond_node_snapshots": memory.snapshots.num_held,
             "millpond_node_snapshot_bytes": memory.snapshots.num_bytes,
         }
