@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ class DictPool:
         results = []
         for begin, end in cut_at_windows(first_block, first_block + len(blocks), WINDOW):
             for index in range(begin, end):
-                right = bytes_of(chain.digests[index], LAYOUT)
+                right = right_bytes(chain.digests[index])
                 assert np.array_equal(blocks[index - first_block], right), "wrong bytes written"
             self.extents[chain.digests[end - 1], end - begin] = Extent(chain, begin, end)
             results.append(PutResult(begin, end, WriteEnd.PUBLISHED))
@@ -141,21 +142,32 @@ class DictGet:
 
     def _deliver(self, part: HitExtent, row: int) -> None:
         extent = self.pool.extents[part.location.digest, part.location.num_blocks]
-        shape = StripeShape(LAYOUT, part.location.num_blocks, CODEC.k, CODEC.m)
-        payload = payload_shape(shape)
-        memory = np.zeros(stripe_bytes(payload) + 64, np.uint8)
-        buffer = StripeBuffer(payload, memory[-memory.ctypes.data % 64 :])
-        names = extent.names
-        meta = ExtentMeta(
-            ExtentId(names[-1], len(names)),
-            StripeId(0, 0, 0),
-            extent.chain.parent(extent.begin),
-            extent.chain.domain,
-            extent.begin,
-            b"".join(name[:16] for name in names),
-        )
-        encode_extent(CODEC, shape, buffer, meta, [bytes_of(name, LAYOUT) for name in names])
+        shape, buffer = encoded(extent)
         self.sink.on_rows(RowsReady(shape, buffer, row, row + 1, part.begin, part.num_blocks))
+
+
+@cache
+def right_bytes(digest: bytes) -> np.ndarray:
+    return bytes_of(digest, LAYOUT)
+
+
+@cache
+def encoded(extent: Extent) -> tuple[StripeShape, StripeBuffer]:
+    names = extent.names
+    shape = StripeShape(LAYOUT, len(names), CODEC.k, CODEC.m)
+    payload = payload_shape(shape)
+    memory = np.zeros(stripe_bytes(payload) + 64, np.uint8)
+    buffer = StripeBuffer(payload, memory[-memory.ctypes.data % 64 :])
+    meta = ExtentMeta(
+        ExtentId(names[-1], len(names)),
+        StripeId(0, 0, 0),
+        extent.chain.parent(extent.begin),
+        extent.chain.domain,
+        extent.begin,
+        b"".join(name[:16] for name in names),
+    )
+    encode_extent(CODEC, shape, buffer, meta, [right_bytes(name) for name in names])
+    return shape, buffer
 
 
 class HandClock:
@@ -200,8 +212,10 @@ class LoadMachine(RuleBasedStateMachine):
         self.peers = DramPeers(self.directory, name="h", token="t")
         self.loader = TieredLoader(self.level, self.directory, self.peers, self.pool)
         self.reader = DramArena.attach(path)
+        for chain in CHAINS[:2]:  # there is something to load from the first step on
+            self.pool.put(chain, 0, [right_bytes(digest) for digest in chain.digests])
         self.loads: list[TieredLoad] = []
-        self.has_run: set[int] = set()
+        self.has_run: set[TieredLoad] = set()
         self.lent: list[SlotRef] = []
         self.given: set[bytes] = set()
         self.may_be_lost: set[bytes] = set()
@@ -214,7 +228,7 @@ class LoadMachine(RuleBasedStateMachine):
     @rule(chain=chains, begin=st.integers(0, LENGTH - 1), length=st.integers(1, 6))
     def put(self, chain: int, begin: int, length: int) -> None:
         wanted = CHAINS[chain].digests[begin : begin + length]
-        blocks = [bytes_of(digest, LAYOUT) for digest in wanted]
+        blocks = [right_bytes(digest) for digest in wanted]
         count = self.level.put(CHAINS[chain], begin, blocks, deadline_ns=soon())
         self.given.update(wanted[:count])
 
@@ -224,7 +238,7 @@ class LoadMachine(RuleBasedStateMachine):
         count = min(len(wanted), len(self.lent))
         refs, self.lent = self.lent[:count], self.lent[count:]
         for ref, digest in zip(refs, wanted, strict=False):
-            self.level.arena.view(ref.slot)[:] = bytes_of(digest, LAYOUT)
+            self.level.arena.view(ref.slot)[:] = right_bytes(digest)
         self.level.put_slots(CHAINS[chain], begin, refs)
         self.given.update(wanted[:count])
 
@@ -289,13 +303,21 @@ class LoadMachine(RuleBasedStateMachine):
             key = list(self.pool.extents)[number % len(self.pool.extents)]
             self.may_be_lost.update(self.pool.extents.pop(key).names)
 
+    @rule(chain=chains, length=st.integers(1, LENGTH), meanwhile=actions)
+    def begin_and_run(self, chain: int, length: int, meanwhile: list[tuple[str, int]]) -> None:
+        num_loads = len(self.loads)
+        self.begin(chain, length)
+        if len(self.loads) > num_loads:
+            self._run(self.loads[-1], meanwhile)
+
     @rule(number=st.integers(0, 9), meanwhile=actions)
     def run(self, number: int, meanwhile: list[tuple[str, int]]) -> None:
-        waiting = [load for load in self.loads if id(load) not in self.has_run]
-        if not waiting:
-            return
-        load = waiting[number % len(waiting)]
-        self.has_run.add(id(load))
+        waiting = [load for load in self.loads if load not in self.has_run]
+        if waiting:
+            self._run(waiting[number % len(waiting)], meanwhile)
+
+    def _run(self, load: TieredLoad, meanwhile: list[tuple[str, int]]) -> None:
+        self.has_run.add(load)
         self.pool.meanwhile = [lambda action=action: self._act(*action) for action in meanwhile]
         result = self.loader.run(load, deadline_ns=soon())
         self.pool.meanwhile = []
@@ -337,7 +359,7 @@ class LoadMachine(RuleBasedStateMachine):
                 cut = slice(row * ROW_BYTES, (row + 1) * ROW_BYTES)
                 for ref, digest in zip(load.slots[:count], load.chain.digests, strict=False):
                     assert self.reader.is_filling_or_holds(ref, digest[:16])
-                    right = bytes_of(digest, LAYOUT)[cut]
+                    right = right_bytes(digest)[cut]
                     assert np.array_equal(self.reader.view(ref.slot)[cut], right), "wrong bytes"
 
     @invariant()
@@ -346,7 +368,7 @@ class LoadMachine(RuleBasedStateMachine):
         on_disk = {name for extent in self.pool.extents.values() for name in extent.names}
         for digest in self.given:
             if self.level.read(digest[:16], out):
-                assert np.array_equal(out, bytes_of(digest, LAYOUT))
+                assert np.array_equal(out, right_bytes(digest))
             elif digest not in self.may_be_lost:
                 assert digest in on_disk
 
@@ -366,4 +388,4 @@ class LoadMachine(RuleBasedStateMachine):
 
 
 TestLoadMachine = LoadMachine.TestCase
-TestLoadMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLoadMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

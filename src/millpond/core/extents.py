@@ -81,6 +81,11 @@ class StripeShape:
         """First 16 bytes of the layout's fingerprint, as records carry it."""
         return self.layout.fingerprint[:16]
 
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all rows."""
+        return self.layout.block_bytes
+
     @property
     def num_shards(self) -> int:
         """Data and parity shards."""
@@ -108,4 +113,4 @@ class StripeShape:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the blocks themselves, without padding and parity."""
-        return self.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self.block_bytes

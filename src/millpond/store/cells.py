@@ -36,7 +36,7 @@ class BlockCells:
         Raises:
             InvariantBroken: A block is not contiguous bytes of the layout's size.
         """
-        size = shape.layout.block_bytes
+        size = shape.block_bytes
         if any(b.shape != (size,) or b.strides != (1,) or b.dtype != np.uint8 for b in blocks):
             raise InvariantBroken(f"blocks are not {size} contiguous bytes")
         self._shape = shape

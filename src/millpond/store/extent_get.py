@@ -181,21 +181,40 @@ class ExtentGet:
         Returns:
             The valid prefix. Nothing about the pool raises; an error of the sink does.
         """
-        next_extent = 0
-        while next_extent < self._limit:
-            slots = self._take_slots(next_extent)
-            if not slots:
-                break
-            next_extent = slots[-1].index + 1
-            try:
-                self._read_wave(slots)
-            finally:
-                self._drop_wave(slots)
-            for slot in slots:
-                if slot.index < self._limit:
-                    self._ends[slot.index] = GetEnd.WHOLE
+        for groups in self._passes():
+            next_extent = 0
+            while next_extent < self._limit:
+                slots = self._take_slots(next_extent)
+                if not slots:
+                    break
+                next_extent = slots[-1].index + 1
+                try:
+                    self._read_wave(slots, groups)
+                finally:
+                    self._drop_wave(slots)
+        self._ends[: self._limit] = [GetEnd.WHOLE] * self._limit
         covered = self._hit.extents[self._limit - 1].end if self._limit else 0
         return GetResult(min(covered, self._hit.num_blocks), tuple(self._ends), tuple(sorted(self._gone)))
+
+    def _passes(self) -> list[Sequence[tuple[int, int]]]:
+        """Groups of rows that are read of all extents before the next pass begins.
+
+        One pass reads all rows, unless the first rows are wanted first and the buffers are too few for that.
+        """
+        payloads: list[PayloadShape] = []
+        for hit in self._hit.extents:
+            try:
+                plan = self._tools.plan_of(hit.stripe, hit.location.num_blocks)
+            except StaleEpoch:
+                break  # the hit ends here, as the first pass will find
+            payloads.append(payload_shape(plan.shape).narrowed(hit.num_blocks))
+        if not payloads:
+            return [()]
+        widest = max(payloads, key=lambda payload: payload.num_blocks)
+        groups = row_groups(widest, self._tools.min_piece_bytes)
+        if self._order == RowOrder.ROWS and len(payloads) > self._tools.buffers.num_free:
+            return [[group] for group in groups]
+        return [groups]
 
     def _take_slots(self, first: int) -> list[_Slot]:
         """Buffers for as many of the next extents as there are, at least one."""
@@ -225,10 +244,7 @@ class ExtentGet:
                     break
         return None
 
-    def _read_wave(self, slots: list[_Slot]) -> None:
-        groups = row_groups(
-            max(slots, key=lambda slot: slot.payload.num_blocks).payload, self._tools.min_piece_bytes
-        )
+    def _read_wave(self, slots: list[_Slot], groups: Sequence[tuple[int, int]]) -> None:
         if self._order == RowOrder.ROWS:
             parts = [(slot, group) for group in groups for slot in slots]
         else:

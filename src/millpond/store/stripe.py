@@ -232,7 +232,7 @@ def _write_headers(buffer: StripeBuffer, headers: Sequence[RecordHeader]) -> Non
 
 
 def _check_blocks(shape: StripeShape, blocks: Sequence[Block]) -> None:
-    size = shape.layout.block_bytes
+    size = shape.block_bytes
     if not blocks or len(blocks) != shape.num_blocks:
         raise InvalidRequest(f"{len(blocks)} blocks, expected {shape.num_blocks}", code="pool.blocks")
     if any(block.shape != (size,) or block.dtype != np.uint8 for block in blocks):

@@ -106,6 +106,25 @@ def test_rows_come_in_the_order_asked_for(made: Cluster):
         assert len(sink.seen) == 4 * 3
 
 
+def test_rows_come_in_order_also_if_there_are_more_extents_than_buffers(made: Cluster):
+    chain = chain_of(320)
+    made.put(chain)
+    hit = made.pool.match(chain)
+    assert len(hit.extents) == 10 > SETTINGS.pool.num_buffers
+    blocks = empty_blocks(320)
+    sink = Recorder(blocks)
+    result = made.pool.get(hit, sink, deadline_ns=soon(), order=RowOrder.ROWS)
+    assert result.num_blocks == 320
+    assert sink.seen == sorted(sink.seen)
+    assert all(np.array_equal(b, bytes_of(d)) for b, d in zip(blocks, chain.digests, strict=True))
+    lost = hit.extents[7].extent.digest
+    for peer in made.peers.values():
+        peer.records = {key: body for key, body in peer.records.items() if key[0] != lost}
+    result = made.pool.get(hit, Recorder(blocks), deadline_ns=soon(), order=RowOrder.ROWS)
+    assert result.num_blocks == 7 * 32
+    assert result.gone == (7,)
+
+
 def test_another_tenant_or_salt_finds_nothing(made: Cluster):
     made.put(chain_of(8))
     assert made.pool.match(chain_of(8, tenant=8)).num_blocks == 0
