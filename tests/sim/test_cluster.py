@@ -150,9 +150,9 @@ def test_bug_21_every_decode_preempted_at_every_step_still_finishes(monkeypatch)
     num_preempted = 0
     end_step = SimLeader._end_step
 
-    def preempt_all(leader, done):
+    def preempt_all(leader, plan, done):
         nonlocal num_preempted
-        end_step(leader, done)
+        end_step(leader, plan, done)
         for rank in leader.scheduler._ranks:
             for sequence in list(rank.lines[SequenceState.RUNNING].values()):
                 rank.end(sequence, Signal.PREEMPT, None, "preempted by the test")

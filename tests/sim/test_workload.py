@@ -35,7 +35,19 @@ def test_trace_of_the_mooncake_form(tmp_path):
         '{"timestamp": 3000, "input_length": 7, "output_length": 2, "hash_ids": [1, 2]}\n\n'
         '{"timestamp": 27.5, "input_length": 6955, "output_length": 52}\n'
     )
-    assert read_trace(path) == [Arrival(27_500_000, 6955, 52), Arrival(3_000_000_000, 7, 2)]
+    assert read_trace(path) == [
+        Arrival(27_500_000, 6955, 52),
+        Arrival(3_000_000_000, 7, 2, piece_ids=(1, 2)),
+    ]
+
+
+def test_prompts_begin_alike_as_far_as_their_pieces_have_the_same_names():
+    one, two = (Arrival(0, 1300, 1, piece_ids=(5, 6, last)) for last in (7, 8))
+    assert one.prompt_ids(1)[:1024] == two.prompt_ids(2)[:1024]
+    assert one.prompt_ids(1)[1024:] != two.prompt_ids(2)[1024:]
+    assert len(one.prompt_ids(1)) == 1300
+    bare = Arrival(0, 1300, 1)
+    assert bare.prompt_ids(1)[:128] != bare.prompt_ids(2)[:128]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def run(
     rate: Annotated[float, typer.Option(min=0.001, help="Requests per second.")] = 2.0,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 256,
     output: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 64,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each; each repeats what was said before.")] = 1,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     journal: Annotated[Path | None, typer.Option(help="Record every decision in this folder.")] = None,
 ) -> None:
@@ -46,14 +47,25 @@ def run(
     from millpond.config.load import load_config
     from millpond.core.chance import Chance
     from millpond.sim.run import run_simulation
-    from millpond.sim.workload import poisson, read_trace
+    from millpond.sim.workload import Arrival, Session, conversations, poisson, read_trace
 
     loaded = load_config(config, overrides or []).config
+    chance = Chance(seed, "sim.arrivals")
+    arrivals: list[Arrival] = []
+    sessions: list[Session] = []
     if trace is not None:
         arrivals = read_trace(trace)[:num_requests]
+    elif turns == 1:
+        arrivals = poisson(chance, num_requests, rate, prompt, output)
     else:
-        arrivals = poisson(Chance(seed, "sim.arrivals"), num_requests, rate, prompt, output)
+        sessions = conversations(chance, num_requests, rate, turns, prompt, output)
     figures = run_simulation(
-        loaded, arrivals, costs=loaded.sim_cost, rank=loaded.sim_rank, seed=seed, journal=journal
+        loaded,
+        arrivals,
+        costs=loaded.sim_cost,
+        rank=loaded.sim_rank,
+        sessions=sessions,
+        seed=seed,
+        journal=journal,
     )
     typer.echo(json.dumps(figures, indent=2))

@@ -39,7 +39,7 @@ class SimRankParams:
     """Blocks of 128 tokens."""
     num_slots: int = 32
     """State slots: most sequences that hold memory at once."""
-    can_load: bool = False
+    can_load: bool = True
     """Whether there is a KV pool, and a node daemon on every host."""
     has_state: bool = False
     """Whether the model has window state."""

@@ -16,13 +16,14 @@ from millpond.control.prefill_scheduler import PrefillParams
 from millpond.core.chance import Chance
 from millpond.core.errors import InvariantBroken
 from millpond.core.ids import GatewayId, GroupId, RequestId
-from millpond.core.request import FinishReason
+from millpond.core.request import FinishReason, StateRestore
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
 from millpond.sim.cluster import CLIENT_ORDER, Cluster, ClusterShape
+from millpond.sim.kv_node import LoadFaults
 from millpond.sim.replay import replay
 from millpond.sim.report import FINISHED
 from millpond.sim.sim_gateway import Stream
-from millpond.sim.workload import Arrival
+from millpond.sim.workload import Arrival, Session
 
 MAX_FAILURES = 5
 
@@ -36,6 +37,10 @@ class Outcome:
     num_events: int
     num_kills: int
     num_resubmitted: int
+    num_cached: int
+    """Requests that began with cached KV."""
+    num_broken: int
+    """Loads that broke after their answer."""
     reasons: Counter[str]
 
 
@@ -64,6 +69,8 @@ def run_scenario(seed: int, folder: Path | None = None) -> Outcome:
         gateways = list(cluster.gateways.values())
         arrivals = _draw_arrivals(chance, shape)
         cluster.add(arrivals)
+        if shape.rank.can_load:
+            cluster.add_sessions(_draw_sessions(chance, shape))
         _draw_faults(chance, cluster, arrivals)
         _require(cluster.run(limit_s=4 * 3600), cluster, "a request has no end")
         _require(cluster.settle(), cluster, f"left over: {cluster.leftovers()}")
@@ -85,6 +92,8 @@ def run_scenario(seed: int, folder: Path | None = None) -> Outcome:
         num_events=cluster.kernel.num_events,
         num_kills=cluster.num_kills,
         num_resubmitted=sum(gateway.num_resubmitted for gateway in gateways),
+        num_cached=sum(stream.num_cached_tokens > 0 for stream in cluster.streams),
+        num_broken=cluster.kv_node.num_broken,
         reasons=reasons,
     )
 
@@ -99,7 +108,7 @@ def _check_stream(stream: Stream, cluster: Cluster) -> None:
     spec = stream.spec
     num_tokens = len(stream.token_times_ns)
     longest = cluster.shape.rank.num_blocks * BLOCK_TOKENS
-    full = min(spec.sampling.max_tokens, longest - spec.num_prompt_tokens)
+    full = max(1, min(spec.sampling.max_tokens, longest - spec.num_prompt_tokens))
     problem = None
     if stream.reason is None:
         problem = "has no end"
@@ -139,6 +148,7 @@ def _draw_shape(chance: Chance) -> ClusterShape:
                 max_step_tokens=_between(chance, 32, 512),
                 fetch_ahead_tokens=_between(chance, 1, 1024),
                 max_held_seqs=_between(chance, 1, 12),
+                max_loads_ahead=_between(chance, 1, 5),
             ),
             decode=DecodeParams(
                 reserve_blocks_per_seq=chance.below(3) / 2, num_draft_tokens=chance.below(2) * 3
@@ -148,10 +158,18 @@ def _draw_shape(chance: Chance) -> ClusterShape:
             SimRankParams(),
             num_blocks=_between(chance, 4, 24),
             num_slots=_between(chance, 1, 12),
+            can_load=chance.below(3) > 0,
+            has_state=bool(chance.below(2)),
+            min_computed_tokens=1 + chance.below(2) * chance.below(200),
             max_drafts=chance.below(3),
         ),
         jitter_ns=chance.below(2) * _between(chance, 0, 40) * MILLISECOND_NS,
         duplicate_ratio=chance.below(2) * 0.2,
+        load_faults=LoadFaults(
+            refuse_ratio=chance.below(2) * 0.2,
+            break_ratio=chance.below(2) * 0.4,
+            repeat_ratio=chance.below(2) * 0.3,
+        ),
         detect_ns=_between(chance, 1, 400) * MILLISECOND_NS,
         restart_ns=_between(chance, 50, 4000) * MILLISECOND_NS,
         is_spanning=bool(chance.below(2)),
@@ -171,6 +189,23 @@ def _draw_arrivals(chance: Chance, shape: ClusterShape) -> list[Arrival]:
     return arrivals
 
 
+def _draw_sessions(chance: Chance, shape: ClusterShape) -> list[Session]:
+    longest = shape.rank.num_blocks * BLOCK_TOKENS
+    policies = list(StateRestore)
+    return [
+        Session(
+            time_ns=chance.below(5 * SECOND_NS),
+            turns=tuple(
+                (_between(chance, 1, longest // 6), _between(chance, 1, 80))
+                for _ in range(_between(chance, 2, 5))
+            ),
+            pause_s=chance.below(3) / 4,
+            state_restore=policies[chance.below(len(policies))],
+        )
+        for _ in range(_between(chance, 1, 12))
+    ]
+
+
 def _draw_faults(chance: Chance, cluster: Cluster, arrivals: list[Arrival]) -> None:
     span_ns = 2 * arrivals[-1].time_ns + 5 * SECOND_NS
     kernel = cluster.kernel
@@ -180,6 +215,11 @@ def _draw_faults(chance: Chance, cluster: Cluster, arrivals: list[Arrival]) -> N
         kernel.at(chance.below(span_ns), CLIENT_ORDER, partial(cluster.kill_group, group))
     for _ in range(max(0, chance.below(4) - 1)):
         kernel.at(chance.below(span_ns), CLIENT_ORDER, cluster.kill_controller)
+    for _ in range(max(0, chance.below(5) - 2)):
+        kill_node = partial(
+            cluster.kill_node_daemons, _between(chance, 1, 2000) * MILLISECOND_NS, chance.below(3) / 2
+        )
+        kernel.at(chance.below(span_ns), CLIENT_ORDER, kill_node)
     if chance.below(5) == 0:
         gateway = GatewayId(f"g{chance.below(cluster.shape.num_gateways)}")
         kernel.at(chance.below(span_ns), CLIENT_ORDER, partial(cluster.kill_gateway, gateway))
@@ -187,3 +227,6 @@ def _draw_faults(chance: Chance, cluster: Cluster, arrivals: list[Arrival]) -> N
         if chance.below(6) == 0:
             time_ns = arrivals[i].time_ns + chance.below(5 * SECOND_NS)
             kernel.at(time_ns, CLIENT_ORDER, partial(cluster.cancel, RequestId(f"r{i}")))
+    for _ in range(chance.below(8)):
+        turn = RequestId(f"s{chance.below(12)}-{chance.below(5)}")
+        kernel.at(chance.below(span_ns), CLIENT_ORDER, partial(cluster.cancel, turn))

@@ -6,7 +6,7 @@ same loops as in `serve`, without processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millpond.config.journal import DispatcherSetup, GroupSetup, Setup
@@ -19,7 +19,7 @@ from millpond.core.errors import InvariantBroken
 from millpond.core.events import GatewayDown, GroupDown, RankInfo, TokensOut
 from millpond.core.ids import DpRank, GatewayId, GroupId, RequestId
 from millpond.core.plan import RestartGroup
-from millpond.core.request import FinishReason, RequestSpec, SamplingParams, token_ids
+from millpond.core.request import FinishReason, RequestSpec, SamplingParams
 from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.sim.handoffs import Handoffs
 from millpond.sim.kernel import Kernel
@@ -28,7 +28,6 @@ from millpond.sim.kv_pool import KvPool
 from millpond.sim.network import Network
 from millpond.sim.session_client import SessionClient
 from millpond.sim.sim_controller import SimController
-from millpond.sim.sim_engine import VOCAB_SIZE
 from millpond.sim.sim_gateway import SimGateway, Stream
 from millpond.sim.sim_leader import SimLeader
 from millpond.sim.workload import Arrival, Session
@@ -126,13 +125,13 @@ class Cluster:
                 attempt=0,
                 gateway=gateway,
                 reply_to=gateway,
-                prompt_ids=token_ids((i + j) % VOCAB_SIZE for j in range(arrival.num_prompt_tokens)),
+                prompt_ids=arrival.prompt_ids(i),
                 sampling=SamplingParams(max_tokens=arrival.num_output_tokens, seed=i),
                 priority=arrival.priority,
             )
             self.kernel.at(arrival.time_ns, CLIENT_ORDER, lambda spec=spec: self._submit(spec))
 
-    def add_sessions(self, sessions: list[Session]) -> None:
+    def add_sessions(self, sessions: Sequence[Session]) -> None:
         """Schedule sessions. Each stays with one gateway."""
         for number, session in enumerate(sessions):
             self._num_open += 1
@@ -182,6 +181,10 @@ class Cluster:
             self.num_kills += 1
             self.controller.kill()
             self._later(self.shape.restart_ns, self._restart_controller)
+
+    def kill_node_daemons(self, down_ns: int, lost_ratio: float) -> None:
+        """Kill -9 of the node daemons of all hosts, with a share of what they had not written down."""
+        self.kv_node.kill(down_ns, lost_ratio)
 
     def kill_gateway(self, gateway: GatewayId) -> None:
         """Kill -9 of a gateway, for good: its clients are gone with it."""

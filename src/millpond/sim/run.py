@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from millpond.config.journal import JournalWriter, Setup, journaled
@@ -12,7 +13,7 @@ from millpond.control.group_scheduler import GroupParams, GroupScheduler
 from millpond.core.errors import ConfigError
 from millpond.sim.cluster import Cluster, ClusterShape
 from millpond.sim.report import summarise
-from millpond.sim.workload import Arrival
+from millpond.sim.workload import Arrival, Session
 
 
 def make_shape(
@@ -34,6 +35,7 @@ def run_simulation(
     *,
     costs: SimCostParams | None = None,
     rank: SimRankParams | None = None,
+    sessions: Sequence[Session] = (),
     seed: int = 0,
     journal: Path | None = None,
     limit_s: float = 86_400.0,
@@ -45,6 +47,7 @@ def run_simulation(
         arrivals: From `workload.poisson` or `workload.read_trace`.
         costs: Times of the simulated hardware.
         rank: Memory of each simulated rank.
+        sessions: Requests that wait for each other, beside the arrivals.
         seed: Of the chance in the network; decides nothing without jitter.
         journal: Folder for one journal per deciding object; None keeps none.
         limit_s: Virtual seconds after which the service is taken for stuck.
@@ -68,6 +71,7 @@ def run_simulation(
     try:
         cluster = Cluster(make_shape(config, costs=costs, rank=rank), seed, make)
         cluster.add(arrivals)
+        cluster.add_sessions(sessions)
         if not cluster.run(limit_s):
             raise ConfigError(f"requests are still open after {limit_s:g} s of virtual time")
     finally:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from millpond.core.chance import Chance
 from millpond.core.errors import ConfigError
-from millpond.core.request import StateRestore
-from millpond.core.units import MILLISECOND_NS, SECOND_NS
+from millpond.core.request import StateRestore, TokenIds, token_ids
+from millpond.core.units import MILLISECOND_NS, SECOND_NS, ceil_div
+from millpond.sim.sim_engine import VOCAB_SIZE
+
+PIECE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,18 @@ class Arrival:
     num_prompt_tokens: int
     num_output_tokens: int
     priority: int = 0
+    piece_ids: tuple[int, ...] = ()
+    """Names of the prompt's pieces of 512 tokens, in order: equal names, equal tokens. What lies behind them
+    is nobody else's."""
+
+    def prompt_ids(self, number: int) -> TokenIds:
+        """Make the prompt of the request of this number; int32, `num_prompt_tokens` ids."""
+        ids = token_ids((number + i) % VOCAB_SIZE for i in range(self.num_prompt_tokens))
+        for index, piece in enumerate(self.piece_ids[: ceil_div(self.num_prompt_tokens, PIECE_TOKENS)]):
+            begin = index * PIECE_TOKENS
+            end = min(begin + PIECE_TOKENS, self.num_prompt_tokens)
+            ids[begin:end] = token_ids((piece * 7_919 + i) % VOCAB_SIZE for i in range(end - begin))
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +62,19 @@ def poisson(
     return arrivals
 
 
+def conversations(
+    chance: Chance, num_sessions: int, rate_per_s: float, num_turns: int, num_new_tokens: int, num_output: int
+) -> list[Session]:
+    """Make sessions of equal turns that begin with exponential gaps. `rate_per_s` > 0, `num_turns` >= 1."""
+    turns = ((num_new_tokens, num_output),) * num_turns
+    begins = poisson(chance, num_sessions, rate_per_s, num_new_tokens, num_output)
+    return [Session(arrival.time_ns, turns) for arrival in begins]
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace in the Mooncake form: one JSON object a line with `timestamp` in milliseconds,
-    `input_length` and `output_length`; other fields are ignored.
+    `input_length` and `output_length`, and `hash_ids` if it tells which prompts begin alike; other fields are
+    ignored.
 
     Raises:
         ConfigError: A line is not of that form.
@@ -62,8 +87,11 @@ def read_trace(path: Path) -> list[Arrival]:
             try:
                 row = json.loads(line)
                 time_ns = round(float(row["timestamp"]) * MILLISECOND_NS)
-                arrival = Arrival(time_ns, int(row["input_length"]), int(row["output_length"]))
-            except (ValueError, KeyError, TypeError) as error:
+                pieces = tuple(map(int, row.get("hash_ids", ())))
+                arrival = Arrival(
+                    time_ns, int(row["input_length"]), int(row["output_length"]), piece_ids=pieces
+                )
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path.name}, line {number}: not a trace entry: {error!r}") from error
             if arrival.time_ns < 0 or arrival.num_prompt_tokens < 1 or arrival.num_output_tokens < 1:
                 raise ConfigError(f"{path.name}, line {number}: times must be >= 0 and lengths >= 1")
