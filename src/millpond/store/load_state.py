@@ -91,7 +91,9 @@ class TieredLoad:
         self.get: RunningGet | None = None
         self.calls: list[tuple[int, PeerCall]] = []
         self.has_matched = False
-        """Whether the metadata was asked by this load."""
+        """Whether this load has asked the metadata where its chain is on the disks."""
+        self.has_asked: set[int] = set()
+        """Blocks of which it has asked the directory who has them in memory."""
         self.is_running = False
         self.is_cancelled = False
         self.is_released = False

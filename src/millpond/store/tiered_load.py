@@ -83,7 +83,8 @@ class TieredLoader:
             raise InvalidRequest("a chain has a block twice", code="dram.chain")
         with self._changed:
             here = {index for index, name in enumerate(names) if self._level.blocks.knows(name)}
-        places = self._find(names, [index for index in range(len(names)) if index not in here])
+        elsewhere = [index for index in range(len(names)) if index not in here]
+        places = self._find(names, elsewhere)
         hit = parse_located(chain, located, self._pool.window)
         length = num_had(len(names), here, places, hit)
         has_matched = length < len(names)
@@ -96,6 +97,7 @@ class TieredLoader:
         blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
         load = TieredLoad(wanted, blocks, lane, cut_hit(hit, wanted), places)
         load.has_matched = has_matched
+        load.has_asked.update(elsewhere)
         with self._changed:
             self._loads.append(load)
             load.told[:] = [0 if held.is_whole else held.num_rows for held in blocks]
@@ -237,6 +239,9 @@ class TieredLoader:
 
         Their bytes land in the slots before they are proved, so not where somebody may read rows already.
         """
+        unasked = [index for index in wanted if index not in load.has_asked]
+        load.has_asked.update(unasked)
+        load.places |= self._find([held.name for held in load.blocks], unasked)
         now_ns = time.monotonic_ns()
         until_ns = now_ns + (deadline_ns - now_ns) // 2
         calls: list[tuple[int, PeerCall]] = []
