@@ -254,6 +254,27 @@ def test_a_block_found_damaged_by_the_spill_is_brought_again_for_the_load_that_h
     host.loader.release(load)
 
 
+def test_a_block_found_damaged_by_the_spill_is_not_brought_again_where_a_load_was_told_of_it(
+    made: Hosts,
+) -> None:
+    host, chain = made.add("h0"), chain_of(6)
+    made.made.put(chain)
+    host.put(chain)
+    first, second = host.begin(chain), host.begin(chain)
+    assert first is not None
+    assert second is not None
+    assert host.run(first).num_blocks == 6
+    flip_a_bit(made, host, chain, 2)
+    before = host.level.arena.view(first.slots[2].slot).copy()
+    host.level.spill_all(deadline_ns=soon())
+    result = host.run(second)
+    assert (result.num_blocks, result.reasons) == (2, ("damaged",))
+    assert np.array_equal(host.level.arena.view(first.slots[2].slot), before)
+    for load in (first, second):
+        host.loader.release(load)
+    assert host.read(chain) == Got(6, 5, 0, 1)
+
+
 def test_a_peer_with_damage_costs_a_look_at_the_disks(made: Hosts) -> None:
     here, there = made.add("h0"), made.add("h1")
     chain = chain_of(6)
