@@ -169,13 +169,15 @@ class PrefillScheduler:
     def _borders(self, sequence: Sequence) -> set[int]:
         """Positions where a chunk must end because the state is copied before it moves on.
 
-        They are the last block border of the prompt and its branch points; none where no state is kept.
+        They are the last block border of the prompt and its branch points; none where no state is kept, and
+        none amid a replay, where the windows are not full yet.
         """
         if not self._rank.keeps_state(sequence):
             return set()
         last = sequence.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-        points = sequence.spec.branch_points
-        return {last, *(point for point in points if point < last and point % BLOCK_TOKENS == 0)} - {0}
+        first = max(sequence.write_begin, BLOCK_TOKENS)
+        points = {last, *sequence.spec.branch_points}
+        return {point for point in points if first <= point <= last and point % BLOCK_TOKENS == 0}
 
     def _computing(self) -> list[Sequence]:
         lines = self._rank.lines

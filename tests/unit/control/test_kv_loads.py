@@ -368,6 +368,20 @@ def test_a_replay_writes_no_block_below_the_hit_however_it_is_cut():
     assert begins == [(384, 512), (434, 512), (484, 512), (512, 512), (562, 512)]
 
 
+def test_no_state_is_kept_amid_a_replay():
+    group = Group(has_state=True, replay_tokens=128, min_computed_tokens=400)
+    group.assign(num_cached=512, branch_points=(256, 384, 512))
+    group.run()
+    group.loaded("r", 512)
+    kept = []
+    while (plan := group.plan()) is not None:
+        kept += [copy.position for rank in plan.ranks for copy in rank.keep]
+        if plan.ranks:
+            group.scheduler.advance(0, group.engines.run(plan))
+    assert group.chunks == [("r", 200, 512), ("r", 512, 600)]
+    assert kept == [512]
+
+
 @pytest.mark.parametrize(
     ("num_left", "begin", "restored"), [(384, 256, [256]), (256, 256, [256]), (128, 0, [])]
 )
