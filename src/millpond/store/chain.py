@@ -91,13 +91,21 @@ class Hit:
 
 
 def hit_of(chain: BlockChain, matched: Matched) -> Hit:
-    """Make a hit of what the metadata says, as far as it is without gaps and inside the chain."""
+    """Make a hit of what the metadata says, as far as it is without gaps and inside the chain.
+
+    An extent serves at most up to where the next one begins: from there on it may be another chain's, which
+    parted from this one inside it. The next one is of this chain from its own begin on.
+    """
     parts: list[HitExtent] = []
     covered = 0
-    for location, begin in zip(matched.extents, matched.begins, strict=True):
-        end = min(begin + location.num_blocks, matched.num_blocks, len(chain.digests))
-        if begin > covered or end <= covered:
+    length = min(matched.num_blocks, len(chain.digests))
+    ends = (*matched.begins, length)[1:]
+    for location, begin, end_before_next in zip(matched.extents, matched.begins, ends, strict=True):
+        end = min(begin + location.num_blocks, end_before_next, length)
+        if begin > covered:
             break
+        if end <= covered:
+            continue  # the next one has all that this one has of the chain
         parts.append(HitExtent(location, begin, end - begin))
         covered = end
     return Hit(chain, covered, tuple(parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from millpond.core.events import Loaded
+from millpond.core.hashing import HashChain
 from millpond.core.ids import RequestId
 from millpond.core.node_messages import (
     LoadAccepted,
@@ -24,6 +26,7 @@ from millpond.core.node_messages import (
     PutClose,
     PutSlots,
 )
+from millpond.store.chain import BlockChain
 from tests.unit.serve.node.rig import (
     PARAMS,
     Daemon,
@@ -82,6 +85,24 @@ def test_a_restarted_daemon_finds_everything_on_the_disks(made: Rig):
     assert again.daemon.counts.blocks["pool"] == 40
     assert rank.read(40) == 40
     assert again.daemon.counts.blocks["memory"] == 40
+    again.check()
+
+
+def test_chains_that_part_inside_a_window_are_all_found_again(made: Rig):
+    daemon = made.start(num_slots=128)
+    rank = made.rank(daemon)
+    hashes = HashChain(chain(42).root)
+    hashes.extend(array("i", [*range(128 * 42), *[7] * 256]))
+    fork = BlockChain(chain(42).tenant, hashes.root, tuple(hashes.digests))
+    rank.put(chain(42))
+    rank.put(fork, 42, 44, request="fork")
+    rank.put(chain(55), 42, 55, request="rest")
+    wait_puts(daemon, 57)
+    daemon.end()
+    again = made.start(num_slots=128)
+    poll(lambda: again.memory.pool.is_open, "the pool")
+    rank.wait_up(again)
+    assert rank.read(55) == 55
     again.check()
 
 
