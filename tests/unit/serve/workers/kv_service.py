@@ -6,7 +6,7 @@ import queue
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,7 +81,7 @@ class KvService:
     """A mixed group, or a prefill and a decode group, on one host."""
 
     def __init__(self, stack: ExitStack, folder: Path, network: Network, snapshots: int) -> None:
-        self._stack, self._folder, self._network = stack, folder, network
+        self._stack, self.folder, self.network = stack, folder, network
         self._snapshots = snapshots
         self._num_lives = self._num_put_before = 0
         self.groups: dict[str, Group] = {}
@@ -96,15 +96,28 @@ class KvService:
             host="h0",
             epoch=self._num_lives,
             layout=layout,
-            arena_folder=self._folder,
+            arena_folder=self.folder,
             arena_name="h0",
             arena_bytes=num_slots * (layout.block_bytes + 4096) + 16 * 4096,
             snapshot_bytes=self._snapshots * layout.state_bytes,
             params=NODE,
         )
-        self.daemon = Daemon(self._folder, setup, self._network)
+        self.daemon = Daemon(self.folder, setup, self.network)
         self._stack.callback(self.daemon.end)
         return self.daemon
+
+    def connect(self, name: str, engine: Engine, post: Callable[[object], None]) -> NodeClient:
+        """A rank's line to the daemon; the caller stops it."""
+        return NodeClient(
+            self.network,
+            self.daemon.endpoint,
+            name,
+            1,
+            engine.layout,
+            NODE.put_slots,
+            post,
+            lease_s=NODE.lease_s,
+        )
 
     def add_group(
         self,
@@ -115,21 +128,12 @@ class KvService:
         num_drafts: int = 0,
     ) -> Group:
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        transfer = TransferParams(shm_dir=str(self._folder))
+        transfer = TransferParams(shm_dir=str(self.folder))
         sender = HandoffSender(engine, TOKEN, transfer, events.put) if role is GroupRole.PREFILL else None
         receiver = None
         if role is GroupRole.DECODE:
-            receiver = HandoffReceiver(engine, f"unix:{self._folder / name}", TOKEN, transfer, events.put)
-        node = NodeClient(
-            self._network,
-            self.daemon.endpoint,
-            f"{name}-0",
-            1,
-            engine.layout,
-            NODE.put_slots,
-            events.put,
-            lease_s=NODE.lease_s,
-        )
+            receiver = HandoffReceiver(engine, f"unix:{self.folder / name}", TOKEN, transfer, events.put)
+        node = self.connect(f"{name}-0", engine, events.put)
         rows_ready = sender.rows_ready if sender is not None else lambda *_: None
         kv = RankKv(engine, node, NODE.load_deadline_s, rows_ready)
         runner = RankRunner(DpRank(0), engine, sender, receiver, kv)
