@@ -139,9 +139,10 @@ class Leases(RuleBasedStateMachine):
             self.expected.remove(load)
             assert self.leases.refuse(load)
 
-    @rule(peer=PEERS, is_late=st.booleans())
-    def lend(self, peer: str, is_late: bool) -> None:
-        count = self.leases.num_wanted(peer)
+    @rule(peer=PEERS, is_late=st.booleans(), max_lent=st.integers(1, 12))
+    def lend(self, peer: str, is_late: bool, max_lent: int) -> None:
+        count = self.leases.num_wanted(peer, max_lent)
+        assert count <= max(1, max_lent // max(1, len(self.leases.peers())))
         slots = [self.free.pop() for _ in range(min(count, len(self.free)))]
         if self.leases.lend(peer, self.leases.incarnation(peer) - is_late, slots):
             assert not is_late

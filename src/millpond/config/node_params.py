@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from millpond.policies.spill import SpillParams
 
@@ -27,11 +28,11 @@ class NodeParams:
     none. Models without window state take none."""
     snapshot_ttl_s: float = 600.0
     """A snapshot that was not used for so long is dropped."""
-    snapshot_network: str = "snic"
+    snapshot_network: Literal["snic", "cnic"] = "snic"
     """Network over which hosts read snapshots from each other: `snic`, the one to the storage, or `cnic`."""
     snapshot_deadline_s: float = 0.2
     """A snapshot of another host that takes longer counts as none."""
-    evict: str = "lru"
+    evict: Literal["lru", "s3fifo"] = "lru"
     """Which block leaves the memory first: `lru`, or `s3fifo` where it is small against what is read."""
     spill: SpillParams = field(default_factory=SpillParams)
     """How long blocks wait for others before they are written to the disks."""

@@ -131,6 +131,10 @@ def _check_numbers(config: Config) -> None:
         ("gateway.max_sequences", config.gateway.max_sequences),
         ("gateway.max_choices", config.gateway.max_choices),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
+        ("node.put_slots", config.node.put_slots),
+        ("node.num_load_threads", config.node.num_load_threads),
+        ("node.pool_buffers", config.node.pool_buffers),
+        ("node.lease_s", config.node.lease_s),
     ]
     for index, group in enumerate(config.groups):
         at_least_one += [

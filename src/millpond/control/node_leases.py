@@ -218,10 +218,18 @@ class NodeLeases:
 
     # --- put slots ---------------------------------------------------------------------------
 
-    def num_wanted(self, peer: str) -> int:
-        """Put slots that a rank lacks."""
+    def num_wanted(self, peer: str, max_lent: int) -> int:
+        """Put slots that a rank lacks.
+
+        Args:
+            peer: The rank.
+            max_lent: To all ranks together; each gets at least one.
+        """
         lease = self._leases.get(peer)
-        return 0 if lease is None or lease.is_lapsed else max(0, lease.num_put_slots - len(lease.lent))
+        if lease is None or lease.is_lapsed:
+            return 0
+        share = max(1, max_lent // len(self.peers()))
+        return max(0, min(lease.num_put_slots, share) - len(lease.lent))
 
     def lend(self, peer: str, incarnation: int, slots: Sequence[Slot]) -> bool:
         """Slots become a rank's; if not, because its life is another by now, they stay the caller's."""

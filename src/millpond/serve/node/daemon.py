@@ -50,6 +50,10 @@ from millpond.store.dram_arena import SlotRef
 from millpond.store.load_state import LoadResult, TieredLoad
 
 TICK_NS = 100 * MILLISECOND_NS
+MATCH_NS = 500 * MILLISECOND_NS
+"""How long the pool may take to say what it has: other loads wait meanwhile."""
+MAX_LENT_SHARE = 4
+"""Of the memory, at most one part in so many is lent to ranks for new blocks."""
 CHECK_NS = 10 * SECOND_NS
 """An idle daemon inspects its invariants this often."""
 
@@ -158,7 +162,7 @@ class NodeDaemon:
         return is_over
 
     def check(self) -> list[str]:
-        """Return violated laws; those of the slots only while no thread is at work."""
+        """Return violated laws; that of the slots that are lent only while no thread is at work."""
         problems = self._leases.check() + self._memory.snapshots.check()
         held = {load for load in self._leases.loads() if load.stage in {LoadStage.RUNNING, LoadStage.DONE}}
         if held != self._tiered.keys():
@@ -169,7 +173,6 @@ class NodeDaemon:
                 num_lent = level.blocks.num_lent
             if num_lent != self._leases.num_lent():
                 problems.append(f"{num_lent} slots are lent, {self._leases.num_lent()} have a rank")
-            self._memory.loader.check()
         return problems
 
     def _sources(self) -> tuple[Source, ...]:
@@ -264,7 +267,8 @@ class NodeDaemon:
         """Find slots for a load, and a state if it wants one. The starter's thread."""
         try:
             chain = BlockChain(TenantId(order.kv.tenant), order.kv.root, _digests(order.digests))
-            load = self._memory.loader.begin(chain, order.located, deadline_ns=order.deadline_ns)
+            until_ns = min(order.deadline_ns, time.monotonic_ns() + MATCH_NS)
+            load = self._memory.loader.begin(chain, order.located, deadline_ns=until_ns)
         except ArenaFull:
             return _Begun(None, is_full=True)
         except MillpondError as error:
@@ -369,7 +373,7 @@ class NodeDaemon:
     def _lend(self, name: str) -> None:
         """Bring a rank's free slots to the number that it wants."""
         peer = self._peers.get(name)
-        count = self._leases.num_wanted(name)
+        count = self._leases.num_wanted(name, self._memory.arena.num_slots // MAX_LENT_SHARE)
         if peer is None or not count or peer.is_lending or self._is_stopping or not self._knows_layout(peer):
             return
         peer.is_lending = True

@@ -32,6 +32,8 @@ from millpond.store.tiered_load import TieredLoader
 
 SPILL_S = 1.0
 """How often it is looked for what is to be written."""
+CHECK_NS = 10 * SECOND_NS
+"""How often the laws of the memory are looked at. They wait for a spill that runs: not for the loop."""
 SERVERS_S = 2.0
 """How long the peer servers may take to end."""
 
@@ -176,9 +178,13 @@ class HostMemory:
         return all(stopped) and not closer.is_alive() and not self._spiller.is_alive()
 
     def _spill(self) -> None:
+        checked_ns = time.monotonic_ns()
         try:
             while not self._is_stopping.wait(SPILL_S):
                 self.level.spill_due(deadline_ns=self.spill_until_ns())
+                if time.monotonic_ns() - checked_ns >= CHECK_NS:
+                    checked_ns = time.monotonic_ns()
+                    self.loader.check()
         except BaseException as error:
             self._failure = error
             raise

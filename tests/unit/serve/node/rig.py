@@ -101,6 +101,7 @@ class Daemon:
         poll(lambda: len(self._problems) >= asked or self.failure is not None, "a check")
         assert self.failure is None, self.failure
         assert self._problems[asked - 1] == []
+        self.memory.loader.check()
 
     def num_free(self) -> int:
         """Slots that are free or could be."""
