@@ -52,7 +52,7 @@ def _lock_path(path: Path) -> Path:
 
 def _lock(path: Path) -> int | None:
     """A descriptor of the lock; None if another process has it."""
-    file = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -109,6 +109,8 @@ class NodeDaemon:
         self._tiered: dict[HeldLoad, TieredLoad] = {}
         """Loads that hold something."""
         self._is_making_room = False
+        self._tried_ns = 0
+        """When a load last found no room."""
         self._is_stopping = False
         self._last_check_ns = 0
         self._starter = ThreadPoolExecutor(1, "start load")
@@ -306,6 +308,7 @@ class NodeDaemon:
     def _on_begun(self, load: HeldLoad, made: _Begun) -> None:
         tiered = made.load
         if made.is_full:
+            self._tried_ns = time.monotonic_ns()
             self._leases.no_room(load)
             self._make_room(len(load.order.digests) // DIGEST_BYTES)
         elif tiered is None:
@@ -415,12 +418,11 @@ class NodeDaemon:
         self._is_making_room = True
         level, until_ns = self._memory.level, self._memory.spill_until_ns()
         self._submit(
-            self._maker, lambda: level.make_room(count, deadline_ns=until_ns), lambda _: self._on_room()
+            self._maker, lambda: level.make_room(count, deadline_ns=until_ns), lambda _: self._on_room_made()
         )
 
-    def _on_room(self) -> None:
+    def _on_room_made(self) -> None:
         self._is_making_room = False
-        self._leases.room()
 
     # --- time and ends -----------------------------------------------------------------------
 
@@ -434,6 +436,8 @@ class NodeDaemon:
             self._forget_chains(name)
         self._give_back(freed)
         is_blocked = not self._leases.has_room
+        if is_blocked and now_ns - self._tried_ns >= TICK_NS and not self._is_making_room:
+            self._leases.room()  # blocks may have been written
         for load in self._leases.late(now_ns):
             if self._leases.refuse(load):
                 self._send_refusal(load, "no_room" if is_blocked else "deadline")
@@ -441,7 +445,6 @@ class NodeDaemon:
             self._lend(name)
         if now_ns - self._last_check_ns >= CHECK_NS:
             self._last_check_ns = now_ns
-            self._leases.room()  # whatever we did not hear of
             self._memory.snapshots.expire()
             problems = self.check()
             if problems:
