@@ -280,8 +280,10 @@ class DramBlocks:
     def reopen(self, held: HeldBlock) -> bool:
         """A pinned block was found to be damaged: take it from everybody.
 
+        Its slot may be filled again if `num_rows` is 0 then: no load was told that it can be read.
+
         Returns:
-            Whether its slot may be filled again: nobody was told that it can be read.
+            Whether it was; not if it is being written to the disks, which finds the damage too.
         """
         if held.is_writing:
             return False
@@ -291,7 +293,7 @@ class DramBlocks:
                 held.num_rows = 0
                 self._nameless.remove(held)
                 self._held[held.name] = held
-        return held.num_rows == 0
+        return True
 
     # --- writing to the disks ---------------------------------------------------------------------
 

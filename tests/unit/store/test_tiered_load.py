@@ -235,9 +235,14 @@ def test_what_one_load_was_told_stays_when_another_finds_damage(made: Hosts) -> 
     assert (result.num_blocks, result.reasons) == (3, ("damaged",))
     assert np.array_equal(host.level.arena.view(first.slots[3].slot), before), "not written again"
     host.loader.check()
-    for load in (first, second):
+    third = host.begin(replace(chain, digests=chain.digests[:3]))
+    assert third is not None
+    host.level.arena.view(first.slots[1].slot)[5] ^= 1
+    result = host.run(third)
+    assert (result.num_blocks, result.reasons) == (1, ("damaged",)), "it takes nobody's word"
+    for load in (first, second, third):
         host.loader.release(load)
-    assert host.read(chain) == Got(6, 5, 0, 1)
+    assert host.read(chain) == Got(6, 4, 0, 2)
 
 
 def test_a_block_found_damaged_by_the_spill_is_brought_again_for_the_load_that_holds_it(made: Hosts) -> None:
@@ -428,6 +433,8 @@ def test_if_the_first_load_is_cancelled_the_second_goes_on(made: Hosts, is_relea
     assert second.result().num_blocks == 40
     for load in (first.load, second.load):
         host.loader.release(load)
+    delay(made, 0.0)
+    assert host.read(chain) == Got(40, 40, 0, 0), "kept"
 
 
 def test_who_takes_over_asks_other_hosts_too(made: Hosts) -> None:
