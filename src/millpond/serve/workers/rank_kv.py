@@ -51,7 +51,13 @@ class RankKv:
                 del self._attempts[end.request_id]
 
     def start_loads(self, loads: Iterable[LoadStart], swaps: Iterable[SwapIn]) -> None:
-        """Order loads, and begin to copy those that have memory now."""
+        """Order loads, and begin to copy those that have memory now.
+
+        Raises:
+            InvariantBroken: The line to the daemon has ended by a bug; nothing would ever be answered.
+        """
+        if self.node.failure is not None:
+            raise InvariantBroken("the line to the node daemon has ended") from self.node.failure
         for order in loads:
             self._attempts[order.request_id] = order.attempt
             self.node.load(order, time.monotonic_ns() + int(self.load_deadline_s * SECOND_NS))

@@ -33,7 +33,7 @@ MAX_BLOCKS_AT_ONCE = 16
 MIN_POLL_NS = 100 * MICROSECOND_NS
 MAX_POLL_NS = 1000 * MICROSECOND_NS
 """A counter that does not move is looked at less and less often."""
-GRACE_NS = SECOND_NS
+GRACE_NS = 10 * SECOND_NS
 """The thread answers for a load this long after its deadline; later it is taken for stuck."""
 
 

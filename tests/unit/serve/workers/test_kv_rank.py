@@ -14,6 +14,7 @@ import pytest
 from millpond.config.synthetic_params import SyntheticParams
 from millpond.control.group_scheduler import GroupParams, GroupRole
 from millpond.control.prefill_scheduler import PrefillParams
+from millpond.core.errors import InvariantBroken
 from millpond.core.hashing import HashChain
 from millpond.core.request import KvIdentity, SamplingParams
 from millpond.engine.synthetic import SyntheticEngine, expected_tokens
@@ -134,6 +135,20 @@ def test_a_daemon_that_dies_between_promise_and_step(ranks):
     answer = ranks.run()["b"]
     assert (answer.token_ids, answer.num_cached_tokens) == (text(prompt, 30), 0)
     assert group.lost == [("b", 0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_line_to_the_daemon_ends_the_rank(service, monkeypatch):
+    """Restarted, it can load again; without this it would wait for an answer that never comes."""
+    group = service.add_group("m0", GroupRole.MIXED, SyntheticEngine(PARAMS))
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(group.kv.node, "_ask", fail)
+    with pytest.raises(InvariantBroken, match="ended") as caught:
+        service.ask("a", words(300), 200)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_daemon_that_comes_back_with_nothing(ranks):
