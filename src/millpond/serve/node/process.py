@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def make_setup(config: Config, folder: RunFolder, host: str, incarnation: int) -
         epoch=incarnation,
         layout=configured_layout(config.engine, config.synthetic),
         arena_folder=Path(config.transfer.shm_dir),
-        arena_name=f"{folder.path.name}-{host}",
+        arena_name=f"{_short_digest(folder.path)}-{host}",
         arena_bytes=spec.arena + spec.dram,
         snapshot_bytes=int(spec.dram * config.node.snapshot_ratio),
         metadata=access.metadata if access is not None else (),
@@ -90,6 +91,11 @@ def make_setup(config: Config, folder: RunFolder, host: str, incarnation: int) -
         snapshot_address=f"{snapshot_host}:0",
         params=config.node,
     )
+
+
+def _short_digest(path: Path) -> str:
+    """Tells run folders of one machine apart, all of whose arenas lie in one folder."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
 class _Reporter:
