@@ -51,6 +51,8 @@ class GroupLife(RuleBasedStateMachine):
         min_computed_tokens=st.sampled_from([1, 1, 140]),
         num_drafts=st.sampled_from([0, 5]),
         reserve=st.sampled_from([0.0, 0.5, 2.0]),
+        num_home_blocks=st.sampled_from([0, 4, 9]),
+        num_rows=st.integers(1, 3),
     )
     def start(
         self,
@@ -62,7 +64,11 @@ class GroupLife(RuleBasedStateMachine):
         min_computed_tokens,
         num_drafts,
         reserve,
+        num_home_blocks,
+        num_rows,
     ):
+        if num_home_blocks:
+            num_blocks = min(num_blocks, 3)  # so that there is something to stream
         params = GroupParams(
             prefill=PrefillParams(
                 max_step_tokens=MAX_STEP_TOKENS, fetch_ahead_tokens=200, max_held_seqs=4, max_loads_ahead=2
@@ -76,10 +82,12 @@ class GroupLife(RuleBasedStateMachine):
             "replay_tokens": BLOCK_TOKENS if has_state else 0,
             "min_computed_tokens": min_computed_tokens,
             "max_drafts": 4,
+            "num_home_blocks": num_home_blocks,
+            "num_rows": num_rows,
         }
         self.scheduler = make_scheduler(self.role, num_ranks, num_blocks, num_slots, params, **model)
         self.num_ranks, self.num_blocks, self.num_slots = num_ranks, num_blocks, num_slots
-        self.engines = Engines(num_ranks, **model)
+        self.engines = Engines(num_ranks, num_blocks=num_blocks, **model)
         self.step: GroupPlan | None = None
         self.specs = {}
         self.attempts = Counter()
@@ -97,7 +105,7 @@ class GroupLife(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(NAMES),
         rank=st.integers(0, 2),
-        num_prompt=st.integers(1, 400),
+        num_prompt=st.integers(1, 800),
         max_tokens=st.integers(1, 150),
         back=st.sampled_from([0, 0, 0, 1, 2]),
         num_hit=st.integers(0, 4),
@@ -251,6 +259,7 @@ class GroupLife(RuleBasedStateMachine):
             for start in rank.start:
                 spec = self.specs[start.request_id, start.attempt]
                 assert not (start.is_approximate and spec.state_restore is StateRestore.EXACT)
+                assert self.role is GroupRole.PREFILL or not start.staging
             assert all(copy.position % BLOCK_TOKENS == 0 for copy in rank.keep)
             if plan.kind is StepKind.PREFILL:
                 assert not rank.rows

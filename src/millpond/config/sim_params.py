@@ -37,6 +37,12 @@ class SimRankParams:
 
     num_blocks: int = 96
     """Blocks of 128 tokens."""
+    num_prefill_blocks: int = 0
+    """Of a prefill rank; 0: as many as of the others."""
+    num_home_blocks: int = 0
+    """Blocks in host memory of a prefill rank, for prompts that its blocks cannot hold."""
+    num_rows: int = 30
+    """Rows of a block: layers of the model that own KV."""
     num_slots: int = 32
     """State slots: most sequences that hold memory at once."""
     can_load: bool = True

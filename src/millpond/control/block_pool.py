@@ -9,15 +9,15 @@ from millpond.core.ids import BlockId
 
 
 class BlockPool:
-    """Fixed number of blocks with ids 1 ... num_blocks; 0 is the null block.
+    """Fixed number of blocks with adjacent ids; 0 is the null block and in no pool.
 
     Every block is free or has exactly one owner. Free order is first freed, first handed out, so that a
     late reader of a freed block is found out as rarely as possible by chance and always by its checksum.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first: int = 1) -> None:
         self.num_blocks = num_blocks
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(1, num_blocks + 1))
+        self._free: deque[BlockId] = deque(BlockId(first + i) for i in range(num_blocks))
         self._owner_by_block: dict[BlockId, object] = {}
 
     @property

@@ -33,7 +33,7 @@ from millpond.core.plan import (
     SequenceEnd,
 )
 from millpond.core.request import FinishReason, RequestSpec
-from millpond.core.units import BLOCK_TOKENS, SECOND_NS, num_blocks_for
+from millpond.core.units import SECOND_NS, num_blocks_for
 from millpond.core.views import RankView
 from millpond.policies.decode_place import DecodePlaceParams, pick_decode_rank, tokens_of
 from millpond.policies.prefill_pull import pick_prefill_rank
@@ -465,4 +465,4 @@ def _address(group: KnownGroup, rank: DpRank) -> str:
 
 
 def _max_len(up: GroupUp) -> int:
-    return min([up.max_model_len, *(info.num_blocks * BLOCK_TOKENS for info in up.ranks)])
+    return min([up.max_model_len, *(info.max_tokens for info in up.ranks)])

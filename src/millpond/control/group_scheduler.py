@@ -10,7 +10,7 @@ nothing a running step touches is freed under it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from millpond.control.decode_scheduler import DecodeParams, DecodeScheduler
@@ -36,7 +36,6 @@ from millpond.core.ids import GroupId, RankRef, RequestId
 from millpond.core.plan import Assign, GroupPlan, RankPlan, SequenceEnd, StepKind
 from millpond.core.request import RequestSpec
 from millpond.core.sequence import Sequence, SequenceState, make_sequence
-from millpond.core.units import BLOCK_TOKENS
 from millpond.core.views import RankView
 from millpond.policies.step_vote import StepVoteParams, max_decode_steps, pick_step_kind
 
@@ -84,13 +83,15 @@ class GroupScheduler:
             group: Its name.
             role: What it does.
             ranks: Facts of each rank.
-            max_model_len: The model's; lowered to what one rank's blocks can hold, so that a sequence that
+            max_model_len: The model's; lowered to what one rank's memory can hold, so that a sequence that
                 is alone on a rank always has room to finish.
             params: Parameters.
         """
         self.group = group
         self.role = role
-        self.max_model_len = min([max_model_len, *(info.num_blocks * BLOCK_TOKENS for info in ranks)])
+        if role is not GroupRole.PREFILL:
+            ranks = tuple(replace(info, num_home_blocks=0) for info in ranks)
+        self.max_model_len = min([max_model_len, *(info.max_tokens for info in ranks)])
         self.num_assigns_seen = 0
         self._params = params
         self._outbox = Outbox()
@@ -98,7 +99,7 @@ class GroupScheduler:
             RankState(
                 RankRef(group, info.rank),
                 info,
-                KvAllocator(info.num_blocks, info.num_slots),
+                KvAllocator(info.num_blocks, info.num_slots, info.num_home_blocks, info.num_rows),
                 self._outbox,
                 self.max_model_len,
             )

@@ -85,6 +85,7 @@ class RankState:
             kv=sequence.spec.kv,
             num_stored_blocks=num_stored_blocks,
             is_approximate=sequence.write_begin > sequence.num_cached_tokens,
+            staging=tuple(sequence.kv.staging),
         )
 
     def keeps_state(self, sequence: Sequence) -> bool:
@@ -147,8 +148,10 @@ class RankState:
 
     def refuse(self, sequence: Sequence) -> None:
         """End a queued sequence that this rank can never hold."""
+        memory = self.memory
+        home = f" and {memory.num_home_blocks} home blocks" if memory.num_home_blocks else ""
         detail = (
-            f"{sequence.num_tokens} tokens do not fit the {self.memory.num_blocks} blocks of {self.me.group}"
+            f"{sequence.num_tokens} tokens do not fit the {memory.num_blocks} blocks{home} of {self.me.group}"
         )
         self.end(sequence, Signal.FINISH, FinishReason.REFUSED, detail)
 
@@ -184,10 +187,15 @@ class RankState:
         """Return violated laws of this rank."""
         problems = self.memory.check()
         holders = [s for state in HOLDING for s in self.lines[state].values()]
-        blocks = sum(len(s.kv.block_table) for s in holders)
+        blocks = sum(s.kv.num_blocks for s in holders)
+        home = sum(s.kv.num_home_blocks for s in holders)
         memory = self.memory
         if blocks + memory.num_free_blocks != memory.num_blocks:
             problems.append(f"{blocks} blocks held + {memory.num_free_blocks} free != {memory.num_blocks}")
+        if home + memory.num_free_home_blocks != memory.num_home_blocks:
+            problems.append(
+                f"{home} home blocks held + {memory.num_free_home_blocks} free != {memory.num_home_blocks}"
+            )
         if len(holders) + memory.num_free_slots != memory.num_slots:
             problems.append(f"{len(holders)} slots held + {memory.num_free_slots} free != {memory.num_slots}")
         problems += [f"{s.key} is {s.state.value} without memory" for s in holders if not s.holds_memory]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from millpond.core.ids import DpRank, GatewayId, GroupId, RequestId
 from millpond.core.plan import Assign, SequenceEnd, TokenOut
 from millpond.core.request import RequestSpec
+from millpond.core.units import BLOCK_TOKENS
 from millpond.core.views import RankView
 
 # --- at a group leader ------------------------------------------------------------------------
@@ -152,6 +153,16 @@ class RankInfo:
     """The model has window state beside its blocks."""
     replay_tokens: int = 0
     """As `Engine.replay_tokens`."""
+    num_home_blocks: int = 0
+    """As `Engine.num_home_blocks`; used on prefill ranks only."""
+    num_rows: int = 1
+    """Rows of a block: so many home blocks does one staging block serve."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one sequence that its memory can hold."""
+        num_streamed = min(self.num_home_blocks, self.num_blocks * self.num_rows)
+        return max(self.num_blocks, num_streamed) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,18 @@ class KvPart:
 
     block_table: list[BlockId] = field(default_factory=list[BlockId])
     slot: SlotId | None = None
+    staging: list[BlockId] = field(default_factory=list[BlockId])
+    """Not empty: the table is of home blocks, as `SequenceStart.staging`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are no home blocks."""
+        return len(self.staging or self.block_table)
+
+    @property
+    def num_home_blocks(self) -> int:
+        """Blocks in host memory."""
+        return len(self.block_table) if self.staging else 0
 
 
 class LoadState(Enum):

@@ -55,7 +55,7 @@ def run_scenario(seed: int, folder: Path | None = None) -> Outcome:
         InvariantBroken: A law does not hold; the message names the seed.
     """
     chance = Chance(seed, "campaign")
-    shape = _draw_shape(chance)
+    shape = _with_home_blocks(_draw_shape(chance), Chance(seed, "campaign.home"))
     journals: list[JournalWriter] = []
 
     def make(name: str, setup):  # noqa: ANN001, ANN202 - as `Rebuild`
@@ -174,6 +174,15 @@ def _draw_shape(chance: Chance) -> ClusterShape:
         restart_ns=_between(chance, 50, 4000) * MILLISECOND_NS,
         is_spanning=bool(chance.below(2)),
     )
+
+
+def _with_home_blocks(shape: ClusterShape, chance: Chance) -> ClusterShape:
+    """Take blocks from prefill ranks, in half of the scenarios: what is too large for them is streamed."""
+    if chance.below(2):
+        return shape
+    num_blocks = shape.rank.num_blocks
+    few = _between(chance, 1, num_blocks)
+    return replace(shape, rank=replace(shape.rank, num_prefill_blocks=few, num_home_blocks=num_blocks))
 
 
 def _draw_arrivals(chance: Chance, shape: ClusterShape) -> list[Arrival]:

@@ -216,24 +216,11 @@ class Cluster:
     def _start_group(self, group: GroupId) -> None:
         if group in self.leaders:
             return
-        role, num_ranks = self._roles[group]
-        rank = self.shape.rank
-        ranks = tuple(
-            RankInfo(
-                rank=DpRank(i),
-                data_address=f"{group}/{i}",
-                num_blocks=rank.num_blocks,
-                num_slots=rank.num_slots,
-                min_computed_tokens=rank.min_computed_tokens,
-                max_drafts=rank.max_drafts,
-                can_load=rank.can_load,
-                has_state=rank.has_state,
-                replay_tokens=rank.replay_tokens if rank.has_state else 0,
-            )
-            for i in range(num_ranks)
-        )
+        ranks = self._ranks_of(group)
         incarnation = self._incarnate(group)
-        setup = GroupSetup(group, role, ranks, rank.max_model_len, self.shape.group)
+        setup = GroupSetup(
+            group, self._roles[group][0], ranks, self.shape.rank.max_model_len, self.shape.group
+        )
         scheduler = self._make(f"{group}.{incarnation}", setup)
         assert isinstance(scheduler, GroupScheduler)  # noqa: S101 - what its setup makes
         self.leaders[group] = SimLeader(
@@ -248,6 +235,27 @@ class Cluster:
             costs=self.shape.costs,
             put_tokens=self._put_tokens,
             is_spanning=self.shape.is_spanning,
+        )
+
+    def _ranks_of(self, group: GroupId) -> tuple[RankInfo, ...]:
+        role, num_ranks = self._roles[group]
+        rank = self.shape.rank
+        is_prefill = role is GroupRole.PREFILL
+        return tuple(
+            RankInfo(
+                rank=DpRank(i),
+                data_address=f"{group}/{i}",
+                num_blocks=(is_prefill and rank.num_prefill_blocks) or rank.num_blocks,
+                num_slots=rank.num_slots,
+                min_computed_tokens=rank.min_computed_tokens,
+                max_drafts=rank.max_drafts,
+                can_load=rank.can_load,
+                has_state=rank.has_state,
+                replay_tokens=rank.replay_tokens if rank.has_state else 0,
+                num_home_blocks=rank.num_home_blocks if is_prefill else 0,
+                num_rows=rank.num_rows,
+            )
+            for i in range(num_ranks)
         )
 
     def _incarnate(self, name: str) -> int:
@@ -284,16 +292,15 @@ class Cluster:
             found.append(f"{self.handoffs.num_open} halves of handoffs are open")
         if self.kv_node.num_open:
             found.append(f"{self.kv_node.num_open} loads are open")
-        rank = self.shape.rank
         for group in self._roles:
             leader = self.leaders.get(group)
             if leader is None:
                 found.append(f"{group} is down")
                 continue
-            for view in leader.scheduler.views():
+            for view, info in zip(leader.scheduler.views(), self._ranks_of(group), strict=True):
                 if (view.free_blocks, view.free_slots) != (
-                    rank.num_blocks,
-                    rank.num_slots,
+                    info.num_blocks,
+                    info.num_slots,
                 ) or view.num_queued:
                     found.append(f"{group}/{view.rank} holds {view}")
         return found

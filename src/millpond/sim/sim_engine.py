@@ -61,6 +61,7 @@ class _Known:
     num_restored_tokens: int = 0
     """Leading tokens that the state in the slot stands for before the first chunk."""
     block_table: list[BlockId] = field(default_factory=list[BlockId])
+    staging: tuple[BlockId, ...] = ()
 
     def digests(self, num_tokens: int) -> list[bytes]:
         """Names of the full blocks of `num_tokens` leading tokens."""
@@ -170,7 +171,7 @@ class SimEngine:
 
     def _forget(self, request_id: RequestId) -> None:
         known = self._known.pop(request_id, None)
-        for block in known.block_table if known is not None else ():
+        for block in (*known.block_table, *known.staging) if known is not None else ():
             del self._owner_by_block[block]
 
     def _lose(self, request_id: RequestId, num_tokens: int) -> None:
@@ -194,6 +195,25 @@ class SimEngine:
         # A sequence that came by handoff lacks the KV of its newest token only; a row will say so.
         self._known[start.request_id] = known
         self._own(start.request_id, known, start.block_table)
+        if start.staging:
+            self._stage(start, known)
+
+    def _stage(self, start: SequenceStart, known: _Known) -> None:
+        """Check that home blocks and staging are what they should be."""
+        info, num_table = self._info, len(start.block_table)
+        if not set(start.block_table) <= set(
+            range(info.num_blocks + 1, info.num_blocks + info.num_home_blocks + 1)
+        ):
+            raise InvariantBroken(f"{start.request_id} is streamed from {start.block_table}")
+        if not set(start.staging) <= set(range(1, info.num_blocks + 1)):
+            raise InvariantBroken(f"{start.request_id} is staged in {start.staging}")
+        if num_table <= info.num_blocks or len(start.staging) * info.num_rows < num_table:
+            raise InvariantBroken(f"{start.request_id}: {start.staging} for {num_table} blocks")
+        for block in start.staging:
+            owner = self._owner_by_block.setdefault(block, start.request_id)
+            if owner != start.request_id:
+                raise InvariantBroken(f"block {block} was given to {start.request_id}, it belongs to {owner}")
+        known.staging = start.staging
 
     def _own(self, request_id: RequestId, known: _Known, blocks: tuple[BlockId, ...]) -> None:
         for block in blocks:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from millpond.control.block_pool import BlockPool
 from millpond.control.kv_allocator import KvAllocator
 from millpond.core.blocks import Fit
 from millpond.core.errors import InvariantBroken
-from millpond.core.ids import NULL_BLOCK
+from millpond.core.events import RankInfo
+from millpond.core.ids import NULL_BLOCK, DpRank
 from millpond.core.sequence import make_sequence
 from tests.sim.making import P0, make_assign, make_spec
 
@@ -133,4 +136,56 @@ def test_refused_grant_changes_nothing():
     with pytest.raises(InvariantBroken):
         memory.grant(sequence(num_prompt=1000), 1000)
     assert (memory.num_free_blocks, memory.num_free_slots) == (3, 2)
+    assert memory.check() == []
+
+
+# --- sequences larger than the block memory ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "answer"),
+    [(4, Fit.OK), (5, Fit.OK), (6, Fit.OK), (9, Fit.OK), (12, Fit.OK), (13, Fit.NEVER)],
+)
+def test_what_the_blocks_cannot_hold_may_live_in_home_blocks(num_blocks, answer):
+    memory = KvAllocator(num_blocks=4, num_slots=2, num_home_blocks=20, num_rows=3)
+    assert memory.fits(num_blocks * 128) is answer
+    assert KvAllocator(4, 2, num_home_blocks=8, num_rows=3).fits(num_blocks * 128) is (
+        Fit.OK if num_blocks <= 8 else Fit.NEVER
+    )
+
+
+def test_most_tokens_of_a_rank_are_those_that_its_allocator_takes():
+    for num_blocks, num_home, num_rows in product((1, 3, 7), (0, 2, 8, 40), (1, 2, 5)):
+        info = RankInfo(DpRank(0), "", num_blocks, 1, num_home_blocks=num_home, num_rows=num_rows)
+        memory = KvAllocator(num_blocks, 1, num_home, num_rows)
+        assert memory.fits(info.max_tokens) is Fit.OK
+        assert memory.fits(info.max_tokens + 1) is Fit.NEVER
+
+
+def test_a_streamed_sequence_holds_home_blocks_for_all_and_staging_for_a_row_of_each():
+    memory = KvAllocator(num_blocks=4, num_slots=2, num_home_blocks=10, num_rows=3)
+    large, small = sequence("large", 7 * 128), sequence("small", 128)
+    memory.grant(large, 7 * 128)
+    assert large.kv.block_table == [5, 6, 7, 8, 9, 10, 11]
+    assert large.kv.staging == [1, 2, 3]
+    assert (large.kv.num_blocks, large.kv.num_home_blocks) == (3, 7)
+    memory.grant(small, 128)
+    assert (small.kv.block_table, small.kv.staging) == ([4], [])
+    assert memory.fits(1) is Fit.LATER
+    with pytest.raises(InvariantBroken):
+        memory.grow(large, 8 * 128)
+    assert memory.check() == []
+    memory.release(large)
+    memory.release(small)
+    assert (memory.num_free_blocks, memory.num_free_home_blocks, memory.num_free_slots) == (4, 10, 2)
+    assert memory.check() == []
+
+
+def test_a_grant_that_home_blocks_are_missing_for_changes_nothing():
+    memory = KvAllocator(num_blocks=4, num_slots=3, num_home_blocks=10, num_rows=6)
+    memory.grant(sequence("one", 5 * 128), 5 * 128)
+    assert memory.fits(6 * 128) is Fit.LATER
+    with pytest.raises(InvariantBroken):
+        memory.grant(sequence("two", 6 * 128), 6 * 128)
+    assert (memory.num_free_blocks, memory.num_free_home_blocks, memory.num_free_slots) == (3, 5, 2)
     assert memory.check() == []
