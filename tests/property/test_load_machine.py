@@ -24,7 +24,7 @@ from millpond.store.codec.reed_solomon import ReedSolomon
 from millpond.store.dram import DramLevel, DramParams
 from millpond.store.dram_arena import NUM_LANES, DramArena, SlotRef
 from millpond.store.dram_directory import DramDirectory, DramHost
-from millpond.store.dram_reader import DramPeers
+from millpond.store.dram_peers import DramPeers
 from millpond.store.extent_get import GetEnd, GetResult, RowOrder, RowSink, RowsReady
 from millpond.store.extent_put import PutResult
 from millpond.store.load_state import TieredLoad

@@ -13,7 +13,7 @@ from millpond.store.chain import BlockChain, Hit
 from millpond.store.dram_arena import SlotRef
 from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import DramPlace
-from millpond.store.dram_reader import PeerCall
+from millpond.store.dram_peers import PeerCall
 from millpond.store.extent_get import GetResult, RowOrder, RowSink
 
 

@@ -14,7 +14,7 @@ from millpond.store.chain import BlockChain
 from millpond.store.dram import DramLevel, DramParams
 from millpond.store.dram_arena import DramArena, SlotRef
 from millpond.store.dram_directory import DramDirectory, DramHost
-from millpond.store.dram_reader import DramPeers
+from millpond.store.dram_peers import DramPeers
 from millpond.store.dram_spill import WriteExtents
 from millpond.store.load_state import LoadResult, TieredLoad
 from millpond.store.net.dram_server import DramServer

@@ -21,7 +21,7 @@ from millpond.serve.node.snapshots import Snapshots, SnapshotServer
 from millpond.store.dram import DramLevel, DramParams
 from millpond.store.dram_arena import DramArena
 from millpond.store.dram_directory import Directory, DramDirectory, DramHost
-from millpond.store.dram_reader import DramPeers
+from millpond.store.dram_peers import DramPeers
 from millpond.store.metadata.client import MetadataClient
 from millpond.store.metadata.directory import STATES
 from millpond.store.net.dram_server import DramServer

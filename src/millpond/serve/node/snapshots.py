@@ -20,7 +20,7 @@ from millpond.core.units import BLOCK_TOKENS, SECOND_NS
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram_arena import SlotRef
 from millpond.store.dram_directory import Directory, DramPlace
-from millpond.store.dram_reader import DramPeers
+from millpond.store.dram_peers import DramPeers
 from millpond.store.net.framing import VERSION, Head
 from millpond.store.net.listener import Listener
 from millpond.store.net.messages import CancelRead, Failed, Hello, PeerBlock, PeerRead
