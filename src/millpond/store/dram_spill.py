@@ -146,21 +146,31 @@ class Spiller:
     def check(self) -> None:
         """Check that whatever is not on disk is in a tail, besides what `DramBlocks.check` checks.
 
+        Nothing is checked while a spill goes on: nobody may have to wait for the disks here.
+
         Raises:
             InvariantBroken: It is not.
         """
-        with self._spilling, self._lock:
-            self._blocks.check()
-            tails = self._tails.all()
-            if self._origins.keys() != {tail.tip for tail in tails}:
-                raise InvariantBroken("origins and tails differ")
-            waiting = {
-                digest[:BLOCK_HASH_BYTES]
-                for tail in tails
-                for digest in self._origins[tail.tip].chain.digests[tail.begin : tail.end]
-            }
-            if not waiting.issuperset(self._blocks.dirty()):
-                raise InvariantBroken("a block is neither on disk nor in a tail")
+        if not self._spilling.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                self._check()
+        finally:
+            self._spilling.release()
+
+    def _check(self) -> None:
+        self._blocks.check()
+        tails = self._tails.all()
+        if self._origins.keys() != {tail.tip for tail in tails}:
+            raise InvariantBroken("origins and tails differ")
+        waiting = {
+            digest[:BLOCK_HASH_BYTES]
+            for tail in tails
+            for digest in self._origins[tail.tip].chain.digests[tail.begin : tail.end]
+        }
+        if not waiting.issuperset(self._blocks.dirty()):
+            raise InvariantBroken("a block is neither on disk nor in a tail")
 
     def _spill(self, tails: Sequence[Tail], deadline_ns: int) -> int:
         """Write tails that were taken from the book."""
