@@ -18,6 +18,7 @@ from millpond.cli import (
     node_daemon,
     pool,
     process,
+    replay,
     serve,
     sim,
     status,
@@ -51,6 +52,7 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
+app.command("replay")(replay.replay)
 app.command("status")(status.status)
 app.command("storage-node")(storage_node.storage_node)
 app.command("metadata")(metadata.metadata)

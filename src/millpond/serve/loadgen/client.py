@@ -34,6 +34,10 @@ class RequestRecord:
     num_output_tokens: int = 0
     """As the server counts; the number of token events if it sends no usage."""
     finish_reason: str = ""
+    text: str = ""
+    """Of the answer, without reasoning and calls."""
+    token_ids: list[int] = field(default_factory=list)
+    """Of the answer, if the server tells them."""
     error: str = ""
     """Empty: completed."""
 
@@ -52,8 +56,12 @@ class StreamClient:
 
     async def send(self, index: int, request: LoadRequest) -> RequestRecord:
         """Send one request and read its stream to the end. Faults end up in the record."""
-        record = RequestRecord(index=index, sent_ns=self.now_ns())
         path, body = self._body(request)
+        return await self.stream(index, path, body)
+
+    async def stream(self, index: int, path: str, body: dict[str, Any]) -> RequestRecord:
+        """Post a body that asks for a stream and read that to its end. Faults end up in the record."""
+        record = RequestRecord(index=index, sent_ns=self.now_ns())
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -100,8 +108,10 @@ class StreamClient:
 
 def _note_choice(record: RequestRecord, choice: dict[str, Any], now_ns: int) -> None:
     record.finish_reason = choice.get("finish_reason") or record.finish_reason
+    record.token_ids += choice.get("token_ids") or ()
     delta = choice.get("delta")
     text = choice.get("text") if delta is None else _text_of(delta)
+    record.text += (choice.get("text") if delta is None else delta.get("content")) or ""
     is_role = delta is not None and "role" in delta and not text
     if text is None or is_role or (not text and choice.get("finish_reason")):
         return

@@ -18,6 +18,7 @@ class Distribution:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     max: float
 
@@ -79,7 +80,7 @@ def make_report(records: Sequence[RequestRecord]) -> LoadReport:
         ttft_event_s=distribution(_since_sent(done, "first_event_ns")),
         ttft_token_s=distribution(_since_sent(done, "first_token_ns")),
         ttft_text_s=distribution(_since_sent(done, "first_text_ns")),
-        tpot_s=distribution([tpot for record in done if (tpot := _tpot_s(record)) is not None]),
+        tpot_s=distribution([tpot for record in done if (tpot := tpot_s(record)) is not None]),
         inter_token_s=distribution(
             [(after - before) / 1e9 for record in done for before, after in pairwise(record.token_ns)]
         ),
@@ -90,14 +91,19 @@ def make_report(records: Sequence[RequestRecord]) -> LoadReport:
 def distribution(sample: Sequence[float]) -> Distribution:
     """Mean, percentiles (nearest rank) and maximum."""
     if not sample:
-        return Distribution(0.0, 0.0, 0.0, 0.0, 0.0)
+        return Distribution(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     ordered = sorted(sample)
 
     def percentile(percent: int) -> float:
         return ordered[math.ceil(percent * len(ordered) / 100) - 1]
 
     return Distribution(
-        sum(ordered) / len(ordered), percentile(50), percentile(90), percentile(99), ordered[-1]
+        sum(ordered) / len(ordered),
+        percentile(50),
+        percentile(90),
+        percentile(95),
+        percentile(99),
+        ordered[-1],
     )
 
 
@@ -106,7 +112,8 @@ def _since_sent(records: Sequence[RequestRecord], field_name: str) -> list[float
     return [(at_ns - sent_ns) / 1e9 for sent_ns, at_ns in instants if at_ns >= 0]
 
 
-def _tpot_s(record: RequestRecord) -> float | None:
+def tpot_s(record: RequestRecord) -> float | None:
+    """Time per output token after the first; None if there were not two."""
     if record.num_output_tokens < 2 or record.last_token_ns <= record.first_token_ns:
         return None
     return (record.last_token_ns - record.first_token_ns) / 1e9 / (record.num_output_tokens - 1)

@@ -21,7 +21,13 @@ class ServerInfo:
 
     def __init__(self, http: httpx.Client, model: str | None = None) -> None:
         self._http = http
-        self.model = model or self._first_model()
+        self._card = self._model_card(model)
+        self.model = str(self._card["id"])
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence; a very large number if the server does not tell."""
+        return int(self._card.get("max_model_len") or 1 << 40)
 
     def vocabulary(self) -> list[int]:
         """Ordinary token ids of the model, ascending."""
@@ -31,11 +37,13 @@ class ServerInfo:
         """Length of a text in the model's tokens."""
         return len(self._tokenize(text))
 
-    def _first_model(self) -> str:
+    def _model_card(self, name: str | None) -> dict[str, Any]:
+        """What the server lists about a model; about the first one without a name."""
         models = call_server(self._http, "GET", "/v1/models").json().get("data", [])
-        if not models:
+        if not models and name is None:
             raise DataError("the server lists no model; name one with --model", code="bench.no_model")
-        return str(models[0]["id"])
+        named = [card for card in models if name is None or card["id"] == name]
+        return named[0] if named else {"id": name}
 
     def _tokenize(self, text: str) -> list[int]:
         body = {"model": self.model, "prompt": text}
