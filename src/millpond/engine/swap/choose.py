@@ -8,22 +8,26 @@ from collections.abc import Callable
 import numpy as np
 
 from millpond.core.units import MIB
-from millpond.engine.swap.methods import METHODS, CopyMethod, Memory, make_method
+from millpond.engine.swap.methods import METHODS, BatchedCopy, CopyMethod, Memory, make_method
 
 AUTO = "auto"
+BATCHES = (8, 64, 512)
+"""Pieces per call that the batched copy is tried with."""
 _TRIAL_BYTES = 4 * MIB
 _NUM_TRIALS = 3
 
 
 def choose_method(name: str, piece_bytes: int) -> CopyMethod:
-    """Make the method of that name; `auto`: the one that takes the least CPU time for such pieces.
+    """Make the method of that name; `auto`: the one, with its batch, that takes the least CPU time for such
+    pieces.
 
     Raises:
         ConfigError: There is no such method, or not on this host.
     """
     if name != AUTO:
         return make_method(name)
-    methods = [method for method in (make() for make in METHODS.values()) if method is not None]
+    made = [make() for make in METHODS.values()] + [BatchedCopy.make(batch) for batch in BATCHES]
+    methods = [method for method in made if method is not None]
     source, target = _scratch(piece_bytes), _scratch(piece_bytes)
     return min(methods, key=lambda method: _least_ns(lambda: _move(method, source, target)))
 

@@ -28,8 +28,8 @@ Key: TypeAlias = tuple[RequestId, int]
 RowsReady: TypeAlias = Callable[[RequestId, int, int, int], None]
 """Told (request, attempt, row, leading blocks whose row is in the engine's memory)."""
 
-MAX_BLOCKS_AT_ONCE = 16
-"""Between two batches the order is looked at again, and an end is heard."""
+MAX_BLOCKS_AT_ONCE = 64
+"""Between two batches, about a millisecond each, the order is looked at again, and an end is heard."""
 MIN_POLL_NS = 100 * MICROSECOND_NS
 MAX_POLL_NS = 1000 * MICROSECOND_NS
 """A counter that does not move is looked at less and less often."""

@@ -16,7 +16,7 @@ from millpond.core.ids import BlockId, DpRank, RequestId
 from millpond.core.plan import SwapIn
 from millpond.core.units import BLOCK_TOKENS, SECOND_NS
 from millpond.engine.synthetic import SyntheticEngine
-from millpond.serve.workers.swap_in import MAX_BLOCKS_AT_ONCE, SwapIns
+from millpond.serve.workers.swap_in import SwapIns
 
 NUM_ROWS, NUM_SLOTS = 3, 80
 PARAMS = SyntheticParams(num_layers=NUM_ROWS, kv_bytes_per_token=8, num_blocks=NUM_SLOTS)
@@ -120,14 +120,15 @@ def test_the_first_one_goes_first_and_others_use_its_pauses(rank):
     assert all(second.holds(rank.engine, blocks, row) for row in range(NUM_ROWS))
     rank.swaps.end(B)
     rank.told.clear()
+    second.counters = [0] * NUM_ROWS
     rank.start("b", second, range(41, 81))
     first.counters = [40] * NUM_ROWS
+    second.counters = [40] * NUM_ROWS
     assert rank.swaps.wait_for([A, B], NUM_ROWS - 1) == []
-    order = [name for name, *_ in rank.told]
-    last_of_first = len(order) - 1 - order[::-1].index("a")
-    assert order[:last_of_first].count("b") <= 1 + -(-40 // MAX_BLOCKS_AT_ONCE) * NUM_ROWS - 1
-    rows_of_first = [row for name, _, row, _ in rank.told if name == "a"]
-    assert rows_of_first == sorted(rows_of_first)
+    until(lambda: len(rank.told) == 2 * NUM_ROWS)
+    assert [(name, row) for name, _, row, _ in rank.told] == [
+        (n, row) for n in "ab" for row in range(NUM_ROWS)
+    ]
 
 
 @pytest.mark.parametrize("num_left", [0, 3, 11])
