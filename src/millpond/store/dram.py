@@ -19,9 +19,10 @@ from millpond.store.chain import BlockChain
 from millpond.store.clock import Clock, SystemClock
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram_arena import DramArena, SlotRef
-from millpond.store.dram_blocks import Admission, DramBlocks, DramCounts
+from millpond.store.dram_blocks import DramBlocks
 from millpond.store.dram_directory import Directory
 from millpond.store.dram_spill import Origin, Spiller, WriteExtents
+from millpond.store.held_block import Admission, DramCounts
 from millpond.store.stripe import Block
 
 

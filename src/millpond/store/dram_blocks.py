@@ -15,61 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from millpond.core.errors import ArenaFull, ChecksumMismatch, InvariantBroken, StaleEpoch
 from millpond.policies.dram_evict import EvictionOrder
 from millpond.store.dram_arena import NUM_LANES, DramArena, SlotRef
 from millpond.store.dram_directory import Directory, DramPlace
+from millpond.store.held_block import Admission, DramCounts, HeldBlock
 from millpond.store.stripe import Block
-
-
-@dataclass(slots=True)
-class DramCounts:
-    """Blocks since the start."""
-
-    put: int = 0
-    """Taken in, by whatever way."""
-    read: int = 0
-    spilled: int = 0
-    """Written to the pool, those written again in a longer extent included."""
-    evicted: int = 0
-    refused: int = 0
-    """No room: everything here waits to be written or is held by loads."""
-    given_up: int = 0
-    """Not written because the tenant may not, or damaged: gone when they leave the memory."""
-    failed_spills: int = 0
-    """Tries."""
-    damaged: int = 0
-
-
-class Admission(Enum):
-    """What became of a block that came."""
-
-    TAKEN = "taken"
-    HERE = "here"
-    """It was in memory already."""
-    FULL = "full"
-    """Nothing may leave."""
-
-
-@dataclass(slots=True, eq=False)
-class HeldBlock:
-    """A block in a slot, or one that is to come."""
-
-    name: bytes
-    """Its 16-byte hash."""
-    ref: SlotRef
-    is_whole: bool = False
-    is_dirty: bool = False
-    """Not on disk: may not leave."""
-    is_writing: bool = False
-    """On its way to the disks: its slot is being read."""
-    num_pins: int = 0
-    """Loads that hold it."""
-    num_rows: int = 0
-    """Leading rows that a load which still holds it may have been told: their bytes do not change."""
 
 
 class DramBlocks:

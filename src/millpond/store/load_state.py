@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from millpond.store.chain import BlockChain, Hit
 from millpond.store.dram_arena import SlotRef
-from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import DramPlace
 from millpond.store.dram_peers import PeerCall
 from millpond.store.extent_get import GetResult, RowOrder, RowSink
+from millpond.store.held_block import HeldBlock
 
 
 class RunningGet(Protocol):

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -20,11 +20,9 @@ import structlog
 
 from millpond.control.extent_read import ShardOutcome
 from millpond.core.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     InvariantBroken,
     MillpondError,
-    TransferFailed,
 )
 from millpond.core.extents import NodeId, StripeId, window_blocks
 from millpond.core.kv_layout import KvLayout
@@ -50,6 +48,7 @@ from millpond.store.net.messages import (
 )
 from millpond.store.net.node_link import NodeLink, NodePort
 from millpond.store.payload import payload_shape
+from millpond.store.pool_get import PoolGet, Prefetch
 from millpond.store.pool_settings import PoolSettings
 from millpond.store.ports import MetadataPort
 from millpond.store.stripe import Block
@@ -77,50 +76,6 @@ class HealOrder:
     """What was read when it was found."""
     hit: HitExtent | None = None
     """The extent in that chain."""
-
-
-class PoolGet:
-    """A get that may be cancelled."""
-
-    def __init__(self, get: ExtentGet, end: Callable[[GetResult], None]) -> None:
-        self._get = get
-        self._end = end
-
-    def run(self) -> GetResult:
-        """Read, in the caller's thread; see `Pool.get`."""
-        result = self._get.run()
-        self._end(result)
-        return result
-
-    def cancel(self) -> None:
-        """Give up, from any thread: `run` returns soon, with what it has."""
-        self._get.cancel()
-
-
-class Prefetch:
-    """A get that runs in the background."""
-
-    def __init__(self, get: PoolGet, future: Future[GetResult]) -> None:
-        self._get = get
-        self._future = future
-
-    def cancel(self) -> None:
-        """Give up; `result` then says how far it came."""
-        self._get.cancel()
-
-    def result(self, *, deadline_ns: int) -> GetResult:
-        """Wait for the end.
-
-        Raises:
-            DeadlineExceeded: It has not ended by the deadline.
-            TransferFailed: The pool was closed before it began.
-        """
-        try:
-            return self._future.result(max(0, deadline_ns - time.monotonic_ns()) / SECOND_NS)
-        except TimeoutError as error:
-            raise DeadlineExceeded("the prefetch goes on", code="pool.deadline") from error
-        except CancelledError as error:
-            raise TransferFailed("the pool was closed", code="pool.closed") from error
 
 
 class Pool:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from millpond.store.dram_arena import DramArena
-from millpond.store.dram_blocks import HeldBlock
 from millpond.store.extent_get import GetEnd, RowsReady
+from millpond.store.held_block import HeldBlock
 from millpond.store.stripe import Block, copy_rows_out
 
 

@@ -25,10 +25,10 @@ from millpond.core.units import SECOND_NS
 from millpond.store.chain import BlockChain, Hit
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram import DramLevel
-from millpond.store.dram_blocks import HeldBlock
 from millpond.store.dram_directory import Directory, DramPlace
 from millpond.store.dram_peers import DramPeers, PeerCall
 from millpond.store.extent_get import GetEnd, RowOrder
+from millpond.store.held_block import HeldBlock
 from millpond.store.load_state import LoadPool, LoadResult, TieredLoad, cut_hit, num_had, rows_ready
 from millpond.store.located import parse_located
 from millpond.store.slot_sink import SlotSink

@@ -22,7 +22,8 @@ from millpond.store.chain import BlockChain, Hit
 from millpond.store.extent_get import GetEnd, GetResult, RowOrder, RowSink
 from millpond.store.extent_put import PutResult
 from millpond.store.heal import HealCounts, Healer
-from millpond.store.pool import Pool, PoolGet
+from millpond.store.pool import Pool
+from millpond.store.pool_get import PoolGet
 from millpond.store.stripe import Block
 
 REFRESH_NS = 10 * SECOND_NS
