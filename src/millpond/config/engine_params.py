@@ -29,11 +29,15 @@ class EngineParams:
     """
     kv_memory: int = 288 * 1024 * 1024
     """Bytes of KV block memory. The default holds 101 blocks of 128 tokens of smollm2-135m in bf16."""
+    host_kv_memory: int = 4 * 288 * 1024 * 1024
+    """Llama family: bytes of host memory on a prefill rank for prompts that its block memory cannot hold.
+    They pass through it layer by layer. Taken when it is first needed; 0: none, such prompts are refused.
+    """
     max_num_seqs: int = 32
     """Most sequences that run at once, 1 ... 65536. State slots are 1.2 times as many, plus one, for those
     being handed over."""
     swap_method: str = "auto"
-    """How KV is copied from the host's shared memory: `per_block`, `batched`, `gather`, `one_sided`, or `auto`:
-    the quickest on this host, by a measurement at start."""
+    """How KV is copied from the host's shared memory: `per_block`, `batched`, `gather`, `one_sided`, or
+    `auto`: the quickest on this host, by a measurement at start."""
     max_model_len: int = 0
     """Most tokens of one sequence, prompt and output; 0 = the model's own limit."""

@@ -46,8 +46,8 @@ class SequenceStart:
     is_approximate: bool = False
     """It begins with a bounded replay: what is computed of it is flagged where it is kept."""
     staging: tuple[BlockId, ...] = ()
-    """Not empty: the sequence is streamed. Its table is of home blocks, and while a layer is computed, its row
-    of the i-th block of the table is at place i of these blocks, each of which has a place for every row."""
+    """Not empty: the sequence is streamed. Its table is of home blocks, and while a layer is computed, its
+    row of the table's i-th block is at place i of these blocks, each of which has a place for every row."""
 
 
 @dataclass(frozen=True, slots=True)

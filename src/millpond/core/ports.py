@@ -41,6 +41,9 @@ class Engine(Protocol):
     layout: KvLayout
     num_blocks: int
     """Usable blocks; ids are 1 ... num_blocks (0 is the null block)."""
+    num_home_blocks: int
+    """Blocks in host memory, with the ids that follow. Layers cannot compute on them: rows of sequences that
+    live there come and go through `SequenceStart.staging`."""
     num_slots: int
     """State slots; ids are 0 ... num_slots - 1."""
     vocab_size: int

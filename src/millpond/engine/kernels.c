@@ -325,8 +325,7 @@ void mp_silu_mul(const float *gate_up, long m, long k, float *out) {
 typedef struct {
     int32_t num_heads, num_kv_heads, head_dim, table_stride;
     char *kv;              /* block memory */
-    int64_t block_bytes;   /* stride of blocks */
-    int64_t row_bytes;     /* stride of rows inside a block */
+    int64_t row_bytes;
     const float *cos, *sin; /* [position][head_dim / 2] */
 } Kv;
 
@@ -334,12 +333,12 @@ typedef struct {
     int64_t num_rows;
     const int32_t *position; /* [row] */
     const int32_t *sequence; /* [row] index of its block table; rows of a sequence are adjacent and ascending */
-    const int32_t *tables;   /* [sequence][table_stride] block ids */
+    const int32_t *tables;   /* [sequence][table_stride] row 0 of each block, counted in rows of all memory */
 } Rows;
 
 INLINE store_t *row_of(const Kv *kv, const Rows *rows, long r, long block, long layer) {
-    int32_t id = rows->tables[(long)rows->sequence[r] * kv->table_stride + block];
-    return (store_t *)(kv->kv + id * kv->block_bytes + layer * kv->row_bytes);
+    long first = rows->tables[(long)rows->sequence[r] * kv->table_stride + block];
+    return (store_t *)(kv->kv + (first + layer) * kv->row_bytes);
 }
 
 INLINE void rotate(float *head, const float *cos, const float *sin, long half) {

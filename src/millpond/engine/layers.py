@@ -30,7 +30,8 @@ class StepRows:
     sequences: torch.Tensor
     """[rows], int32: index of the row's span."""
     tables: torch.Tensor
-    """[spans, blocks], int32 block ids, padded with the null block."""
+    """[spans, blocks], int32: where row 0 of each block lies, counted in rows of the whole block memory; row
+    l is l further. Padded with the null block."""
 
     @property
     def num_positions(self) -> int:

@@ -53,7 +53,7 @@ def load_engine(params: EngineParams, device: str = "cpu", show: ShowProgress = 
     config = load_llama_config(files)
     max_model_len = choose_max_model_len(params.max_model_len, config.max_positions)
     place = torch.device(device)
-    kv = KvTensors(config, dtype, params.kv_memory, place)
+    kv = KvTensors(config, dtype, params.kv_memory, place, params.host_kv_memory)
     weights = load_weights(files, config, DTYPES[dtype], place, show)
     layers = make_layers(config, weights, kv, max_model_len, is_exact=params.numerics == "exact")
     return LlamaEngine(

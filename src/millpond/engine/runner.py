@@ -20,6 +20,7 @@ from millpond.engine.kv_tensors import KvTensors
 from millpond.engine.layers import DecoderLayers, RowSpan, StepRows
 from millpond.engine.llama_config import LlamaConfig
 from millpond.engine.sampler import Sampler
+from millpond.engine.streaming import StreamedSpan
 from millpond.engine.swap.methods import CopyMethod, PerBlockCopy
 from millpond.engine.weights import LlamaWeights
 
@@ -32,6 +33,7 @@ class _Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     block_table: list[BlockId]
+    staging: tuple[BlockId, ...]
     is_plain_greedy: bool
 
 
@@ -75,6 +77,7 @@ class LlamaEngine:
         """Put the parts together; see `load.load_engine`."""
         self.layout = kv.layout
         self.num_blocks = kv.num_blocks
+        self.num_home_blocks = kv.num_home_blocks
         self.num_slots = num_slots
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len
@@ -100,14 +103,31 @@ class LlamaEngine:
         if not pieces:
             return RankReport(plan.rank)
         hidden, rows = self._gather(pieces)
-        if plan.chunks and observer is not None:
-            for layer in range(self._config.num_layers):
-                observer.on_row_needed(layer)
-                self._layers.run(hidden, rows, layer, layer + 1)
-                observer.on_row_ready(layer)
+        streamed = self._stream(pieces, rows)
+        watch = observer if plan.chunks else None
+        if streamed or watch is not None:
+            self._run_by_layer(hidden, rows, streamed, watch)
         else:
             self._layers.run(hidden, rows, 0, self._config.num_layers)
         return RankReport(plan.rank, self._sample(pieces, rows, hidden))
+
+    def _run_by_layer(
+        self,
+        hidden: torch.Tensor,
+        rows: StepRows,
+        streamed: list[StreamedSpan],
+        watch: LayerObserver | None,
+    ) -> None:
+        for layer in range(self._config.num_layers):
+            if watch is not None:
+                watch.on_row_needed(layer)
+            for span in streamed:
+                span.bring(layer)
+            self._layers.run(hidden, rows, layer, layer + 1)
+            for span in streamed:
+                span.take(layer)
+            if watch is not None:
+                watch.on_row_ready(layer)
 
     def _start(self, start: SequenceStart) -> None:
         if not 0 <= start.slot < self.num_slots:
@@ -117,6 +137,7 @@ class LlamaEngine:
             num_prompt_tokens=start.num_prompt_tokens,
             sampling=start.sampling,
             block_table=list(start.block_table),
+            staging=start.staging,
             is_plain_greedy=_is_plain_greedy(start.sampling),
         )
 
@@ -156,9 +177,20 @@ class LlamaEngine:
         table = sequence.block_table
         if end > len(table) * BLOCK_TOKENS:
             raise InvariantBroken(f"{request_id} needs {end} tokens of KV but has {len(table)} blocks")
-        if not all(0 < block <= self.num_blocks for block in table[begin // BLOCK_TOKENS :]):
+        if sequence.staging:
+            self._check_streamed(request_id, sequence)
+        elif not all(0 < block <= self.num_blocks for block in table[begin // BLOCK_TOKENS :]):
             raise InvariantBroken(f"{request_id} has a block outside this rank's memory")
         return _Piece(request_id, sequence, begin, end, is_sampled)
+
+    def _check_streamed(self, request_id: RequestId, sequence: _Sequence) -> None:
+        table, staging = sequence.block_table, sequence.staging
+        if not all(0 < block - self.num_blocks <= self.num_home_blocks for block in table):
+            raise InvariantBroken(f"{request_id} is streamed and has a block that is no home block")
+        if not all(0 < block <= self.num_blocks for block in staging):
+            raise InvariantBroken(f"{request_id} is staged outside this rank's memory")
+        if len(staging) * len(self.layout.rows) < len(table):
+            raise InvariantBroken(f"{request_id}: {len(staging)} blocks cannot stage {len(table)}")
 
     def _gather(self, pieces: list[_Piece]) -> tuple[torch.Tensor, StepRows]:
         """Embed the step's tokens; [rows, hidden], float32."""
@@ -169,7 +201,9 @@ class LlamaEngine:
             at = spans[-1].end
         tables = np.zeros((len(pieces), max(len(p.sequence.block_table) for p in pieces)), dtype=np.int32)
         for index, piece in enumerate(pieces):
-            tables[index, : len(piece.sequence.block_table)] = piece.sequence.block_table
+            if not piece.sequence.staging:
+                table = piece.sequence.block_table
+                tables[index, : len(table)] = self._kv.first_rows(table)
         counts = [piece.end - piece.begin for piece in pieces]
         token_ids = np.concatenate(
             [np.frombuffer(p.sequence.token_ids[p.begin : p.end], np.int32) for p in pieces]
@@ -187,6 +221,22 @@ class LlamaEngine:
         )
         hidden = self._embedding[torch.from_numpy(token_ids).to(device)].float()
         return hidden, rows
+
+    def _stream(self, pieces: list[_Piece], rows: StepRows) -> list[StreamedSpan]:
+        """The spans of sequences that live in home blocks; their tables are theirs to fill."""
+        return [
+            StreamedSpan(
+                self._kv,
+                self._swap_method,
+                rows.tables[index],
+                piece.sequence.block_table,
+                piece.sequence.staging,
+                piece.begin,
+                piece.end,
+            )
+            for index, piece in enumerate(pieces)
+            if piece.sequence.staging
+        ]
 
     def _sample(self, pieces: list[_Piece], rows: StepRows, hidden: torch.Tensor) -> tuple[SampledToken, ...]:
         sampled = [

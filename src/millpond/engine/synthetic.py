@@ -65,6 +65,7 @@ class SyntheticEngine:
         self._params = params
         self.layout: KvLayout = make_layout(params)
         self.num_blocks = params.num_blocks
+        self.num_home_blocks = 0
         self.num_slots = int(params.max_num_seqs * 1.2) + 1
         self.vocab_size = params.vocab_size
         self.max_model_len = params.max_model_len

@@ -104,8 +104,9 @@ class TorchLayers:
         mixed = torch.empty(len(hidden), query.shape[1] * query.shape[2], device=hidden.device)
         attend = self._attend_exact if self._is_exact else self._attend
         for index, span in enumerate(rows.spans):
-            table = rows.tables[index, : ceil_div(span.position + span.end - span.begin, BLOCK_TOKENS)].long()
-            mixed[span.begin : span.end] = attend(layer, query[span.begin : span.end], span, table)
+            num_blocks = ceil_div(span.position + span.end - span.begin, BLOCK_TOKENS)
+            table = rows.tables[index, :num_blocks].long() + layer
+            mixed[span.begin : span.end] = attend(query[span.begin : span.end], span, table)
         hidden += self._tiled(lambda x: self._linear(x, w.output, w.output_bias), mixed)
         hidden += self._tiled(lambda x: self._mlp(w, rms_norm(x, w.mlp_norm, eps)), hidden)
 
@@ -129,21 +130,17 @@ class TorchLayers:
 
     def _store(self, layer: int, rows: StepRows, keys: torch.Tensor, values: torch.Tensor) -> None:
         positions = rows.positions.long()
-        blocks = rows.tables[rows.sequences.long(), positions // BLOCK_TOKENS].long()
+        at_row = rows.tables[rows.sequences.long(), positions // BLOCK_TOKENS].long() + layer
         at = positions % BLOCK_TOKENS
-        memory = self._kv.keys(layer)
-        memory[blocks, :, :, at] = keys.to(memory.dtype)
-        memory = self._kv.values(layer)
-        memory[blocks, :, at] = values.to(memory.dtype)
+        self._kv.keys[at_row, :, :, at] = keys.to(self._kv.keys.dtype)
+        self._kv.values[at_row, :, at] = values.to(self._kv.values.dtype)
 
-    def _attend(self, layer: int, query: torch.Tensor, span: RowSpan, table: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, span: RowSpan, table: torch.Tensor) -> torch.Tensor:
         """Causal attention of one span; query [rows, heads, dim] -> [rows, heads * dim]."""
         count, heads, dim = query.shape
         kv_heads = self._config.num_kv_heads
-        keys = self._kv.keys(layer)[table].float().permute(1, 2, 0, 3).flatten(2)  # [kv heads, dim, tokens]
-        values = (
-            self._kv.values(layer)[table].float().transpose(0, 1).flatten(1, 2)
-        )  # [kv heads, tokens, dim]
+        keys = self._kv.keys[table].float().permute(1, 2, 0, 3).flatten(2)  # [kv heads, dim, tokens]
+        values = self._kv.values[table].float().transpose(0, 1).flatten(1, 2)  # [kv heads, tokens, dim]
         grouped = query.view(count, kv_heads, heads // kv_heads, dim).transpose(0, 1).flatten(1, 2)
         scores = (grouped * dim**-0.5) @ keys
         token = torch.arange(keys.shape[-1], device=query.device)
@@ -153,13 +150,11 @@ class TorchLayers:
         mixed = (weights @ values).view(kv_heads, count, heads // kv_heads, dim)
         return mixed.transpose(0, 1).reshape(count, heads * dim)
 
-    def _attend_exact(
-        self, layer: int, query: torch.Tensor, span: RowSpan, table: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_exact(self, query: torch.Tensor, span: RowSpan, table: torch.Tensor) -> torch.Tensor:
         """Like `_attend`, row by row and block by block, so that every operation has one fixed shape."""
         count, heads, dim = query.shape
         kv_heads = self._config.num_kv_heads
-        keys, values = self._kv.keys(layer)[table].float(), self._kv.values(layer)[table].float()
+        keys, values = self._kv.keys[table].float(), self._kv.values[table].float()
         token = torch.arange(BLOCK_TOKENS, device=query.device)
         out = torch.empty(count, heads * dim, device=query.device)
         for i in range(count):

@@ -153,7 +153,7 @@ def test_blocks_and_slots_outside_the_memory_are_refused(folder):
         start = SequenceStart(RequestId("a"), 0, array("i", [1, 2]), 2, GREEDY, (block,), slot)
         with pytest.raises(InvariantBroken):
             engine.execute(RankPlan(_R, start=(start,), chunks=(PrefillChunk(RequestId("a"), 0, 2, True),)))
-    for block, row in ((0, 0), (engine.num_blocks + 1, 0), (1, 2), (1, -1)):
+    for block, row in ((0, 0), (engine.num_blocks + engine.num_home_blocks + 1, 0), (1, 2), (1, -1)):
         with pytest.raises(InvariantBroken):
             engine.read_row(BlockId(block), row)
     with pytest.raises(InvariantBroken, match="bytes"):

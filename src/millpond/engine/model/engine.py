@@ -116,6 +116,7 @@ class V41Engine:
         self._num_kept = num_kept_tokens
         self.layout = self._caches.layout
         self.num_blocks = memory.num_blocks
+        self.num_home_blocks = 0
         self.num_slots = memory.num_slots
         self.vocab_size = shape.vocab_size
         self.max_model_len = max_model_len

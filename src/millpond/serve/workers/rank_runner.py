@@ -97,6 +97,8 @@ class RankRunner:
             can_load=self.kv is not None,
             has_state=self.engine.layout.state_bytes > 0,
             replay_tokens=self.engine.replay_tokens,
+            num_home_blocks=self.engine.num_home_blocks,
+            num_rows=len(self.engine.layout.rows),
         )
 
     def carry_out(self, plan: GroupPlan) -> RankReport | None:
