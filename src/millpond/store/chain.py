@@ -111,6 +111,11 @@ def hit_of(chain: BlockChain, matched: Matched) -> Hit:
     return Hit(chain, covered, tuple(parts))
 
 
+def cut_digests(packed: bytes) -> tuple[bytes, ...]:
+    """Digests of a chain that were packed one after the other. A rest makes the last one too short."""
+    return tuple(packed[begin : begin + DIGEST_BYTES] for begin in range(0, len(packed), DIGEST_BYTES))
+
+
 def cut_at_windows(begin: int, end: int, window: int) -> list[tuple[int, int]]:
     """Cut blocks `[begin, end)` at multiples of `window`: extents never cross one (interfaces A.3)."""
     borders = [begin, *range((begin // window + 1) * window, end, window), end]

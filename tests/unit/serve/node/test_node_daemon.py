@@ -176,7 +176,7 @@ def test_loads_wait_for_room_in_their_order(made: Rig):
     held = rank.order(*chains[0])
     assert check_bytes(rank.finish(held), chain(*chains[0])) == 24
     late = [rank.order(*each) for each in chains[1:]]
-    poll(lambda: daemon.daemon._leases.num_waiting == 2, "two loads wait")
+    poll(lambda: daemon.daemon.leases.num_waiting == 2, "two loads wait")
     rank.client.end(held, 0)
     assert check_bytes(rank.finish(late[0]), chain(*chains[1])) == 24
     assert all(event.request_id != late[1] for event in rank.events)  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def test_a_silent_rank_gives_its_loads_back_and_keeps_the_slots_that_it_may_writ
         poll(lambda: daemon.num_free() == free + 20, "the load is given back", 10)
         assert daemon.daemon.counts.leases_expired == 1
         daemon.check()
-        assert daemon.daemon._leases.num_lent() == len(slots) + 8
+        assert daemon.daemon.leases.num_lent() == len(slots) + 8
         process.kill()
         poll(lambda: daemon.num_free() == free + 24, "the slots are given back", 10)
     daemon.check()
@@ -314,7 +314,7 @@ def test_a_rank_of_another_layout_gets_nothing(made: Rig):
     peer.send(NodePing())
     peer.expect(NodeWelcome)
     assert peer.received == []
-    assert daemon.daemon._leases.num_lent() == 0
+    assert daemon.daemon.leases.num_lent() == 0
 
 
 def test_a_load_may_be_cancelled_at_any_moment_and_replayed_without_harm(made: Rig):
@@ -334,7 +334,7 @@ def test_a_load_may_be_cancelled_at_any_moment_and_replayed_without_harm(made: R
             peer.send(LoadCancel(order.request_id, 0, number))
             peer.send(order)
     poll(lambda: daemon.num_free() == free, "everything is given back")
-    poll(lambda: not daemon.daemon._leases.loads(), "no load is left")
+    poll(lambda: not daemon.daemon.leases.loads(), "no load is left")
     daemon.check()
 
 
@@ -410,7 +410,7 @@ def test_a_stopping_daemon_refuses_what_waits_and_keeps_what_was_put(made: Rig):
     poll(lambda: daemon.memory.level.num_waiting == 0, "everything is on disk", 30)
     rank.finish(rank.order(24))
     late = rank.order(24, 100_000)
-    poll(lambda: daemon.daemon._leases.num_waiting == 1, "a load waits")
+    poll(lambda: daemon.daemon.leases.num_waiting == 1, "a load waits")
     daemon.end()
     assert rank.answer(late).num_tokens == 0
     assert not daemon.memory.arena.path.exists()
