@@ -34,6 +34,8 @@ class RankKv:
     rows_ready: RowsReady
     swaps: SwapIns = field(init=False)
     persister: Persister = field(init=False)
+    compute_ns: int = 0
+    """CPU time of the engine's thread in steps: what the persister's is measured by."""
     _attempts: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
     """Attempt of each load."""
 
@@ -110,6 +112,7 @@ class RankKv:
             "millpond_persist_skipped_total": kept.num_skipped + node.puts_lost,
             "millpond_persist_seconds_total": kept.seconds,
             "millpond_persist_states_total": kept.num_states,
+            "millpond_compute_seconds_total": self.compute_ns / SECOND_NS,
             "millpond_loads_total": node.loads,
             "millpond_loads_voided_total": node.voided,
             **{f"millpond_loads_refused_total:{why}": count for why, count in node.refused.copy().items()},

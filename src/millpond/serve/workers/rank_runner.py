@@ -5,6 +5,7 @@ The same object serves the leader's own rank and, in its own process, every othe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -120,7 +121,9 @@ class RankRunner:
             return self.engine.execute(part, self._progress(part, frozenset()))
         lost = self.kv.before_step(part)
         progress = self._progress(part, lost)
+        begin_ns = time.thread_time_ns()
         report = self.engine.execute(part, progress)
+        self.kv.compute_ns += time.thread_time_ns() - begin_ns
         if progress is not None and progress.lost:
             report = self._drop(report, progress.lost)
         self.kv.after_step(part, report)
