@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,10 +42,10 @@ from millpond.core.node_messages import (
 from millpond.core.plan import LoadStart
 from millpond.core.request import KvIdentity
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
+from millpond.serve.node.free_slots import FreeSlots, PutSlot
 from millpond.serve.node.node_load import NodeLoad
 from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
 from millpond.store.dram_arena import DramArena
-from millpond.store.stripe import Block
 
 PING_NS = 500 * MILLISECOND_NS
 HELLO_NS = SECOND_NS
@@ -55,18 +55,6 @@ log = structlog.get_logger(__name__)
 
 Key = tuple[RequestId, int]
 """(request, attempt)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PutSlot:
-    """A free slot of the arena that is this rank's to write one block into."""
-
-    slot: int
-    generation: int
-    incarnation: int
-    """Of the lease that it belongs to."""
-    view: Block
-    """[block bytes], uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +113,7 @@ class NodeClient:
     ) -> None:
         self.counts = ClientCounts()
         self.failure: BaseException | None = None
-        """A bug that ended the thread."""
+        """A bug that ended the thread: the process should end too."""
         self._layout = layout
         self._num_put_slots = num_put_slots
         self._post = post
@@ -139,9 +127,7 @@ class NodeClient:
         self._loads: dict[Key, NodeLoad] = {}
         self._by_number: dict[int, NodeLoad] = {}
         self._num_loads = 0
-        self._free: deque[PutSlot] = deque()
-        self._num_in_hand = 0
-        """Slots that somebody may be writing into."""
+        self._slots = FreeSlots()
         self._told: dict[Key, int] = {}
         """Blocks whose digests the daemon knows, by sequence. The thread's own."""
         self._heard_ns = self._sent_ns = 0
@@ -159,12 +145,15 @@ class NodeClient:
     @property
     def num_free_slots(self) -> int:
         """Slots that could be taken."""
-        return len(self._free)
+        return len(self._slots)
 
     # --- loads -------------------------------------------------------------------------------
 
     def load(self, order: LoadStart, deadline_ns: int) -> None:
-        """Ask for a load. `Loaded` is posted once: when it is accepted or refused, or by the deadline."""
+        """Ask for a load. `Loaded` is posted once: when it is accepted or refused, or by the deadline.
+
+        Not if the thread has ended by a bug: see `failure`.
+        """
         key = (order.request_id, order.attempt)
         self.end(*key)
         with self._lock:
@@ -194,18 +183,11 @@ class NodeClient:
         """
         # A rank that was frozen for long may come here before its own thread has noticed.
         is_fresh = time.monotonic_ns() - self._sent_ns < self._lease_ns
-        with self._lock:
-            if not self._free or not is_fresh:
-                return None
-            self._num_in_hand += 1
-            return self._free.popleft()
+        return self._slots.take() if is_fresh else None
 
     def give_back(self, slot: PutSlot) -> None:
         """Keep a slot that was taken and not filled for the next block."""
-        with self._lock:
-            self._num_in_hand -= 1
-            if slot.incarnation == self._incarnation and self._arena is not None:
-                self._free.appendleft(slot)
+        self._slots.give_back(slot)
 
     def put(
         self,
@@ -230,8 +212,7 @@ class NodeClient:
             is_approximate: Computed downstream of a bounded replay.
         """
         order = _PutOrder(request_id, attempt, kv, first_block, tuple(digests), tuple(slots), is_approximate)
-        with self._lock:
-            self._num_in_hand -= len(slots)
+        self._slots.let_go(len(slots))
         self._orders.post(order)
 
     def close_put(self, request_id: RequestId, attempt: int) -> None:
@@ -312,12 +293,9 @@ class NodeClient:
     def _on_slots(self, message: PutSlots) -> None:
         if message.incarnation != self._incarnation or self._arena is None:
             return
-        slots = [
-            PutSlot(slot, generation, self._incarnation, self._arena.view(slot))
-            for slot, generation in message.slots
-        ]
-        with self._lock:
-            self._free.extend(slots)
+        view = self._arena.view
+        slots = [PutSlot(*slot, message.incarnation, view(slot[0])) for slot in message.slots]
+        self._slots.extend(message.incarnation, slots)
 
     def _carry_out(self, order: object) -> None:
         match order:
@@ -392,7 +370,7 @@ class NodeClient:
     def _greet(self) -> None:
         """Introduce ourselves anew; what we held is void, here and there."""
         self._void("daemon_lost")
-        if self._num_in_hand:
+        if self._slots.num_in_hand:
             return  # once greeted, the daemon lends these slots to others
         self._incarnation += 1
         self._hello_ns = time.monotonic_ns()
@@ -436,9 +414,8 @@ class NodeClient:
 
     def _void(self, reason: str) -> None:
         """Let go of everything that a life of the daemon had given us."""
-        with self._lock:
-            self._arena = None  # unmapped when nobody reads it any more
-            self._free.clear()
+        self._arena = None  # unmapped when nobody reads it any more
+        self._slots.clear()
         self._told.clear()
         for load in self._by_number.copy().values():
             self.counts.voided += load.is_held

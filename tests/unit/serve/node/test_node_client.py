@@ -253,6 +253,22 @@ def test_a_new_daemon_serves_where_the_old_one_left(made: Rig):
     again.check()
 
 
+def test_a_slot_that_comes_back_after_its_lease_is_not_taken_again(made: Rig):
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((1, 0), (2, 0)), incarnation))
+    client = fake.rank.client
+    poll(lambda: client.num_free_slots == 2, "slots")
+    slot = client.take_slot()
+    assert slot is not None
+    client.give_back(slot)
+    assert client.take_slot() == slot
+    poll(lambda: client.epoch == 0, "the lease is over", 10)
+    client.give_back(slot)
+    assert client.num_free_slots == 0
+    assert fake.welcome() > incarnation
+
+
 def _other_layout():
     from millpond.core.kv_layout import uniform_layout
 
