@@ -28,6 +28,7 @@ from millpond.config.topology import (
 from millpond.config.transfer_params import TransferParams
 from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.dispatcher import DispatchParams
+from millpond.control.group_scheduler import GroupRole
 from millpond.control.prefill_scheduler import PrefillParams
 from millpond.core.errors import ConfigError
 from millpond.policies.step_vote import StepVoteParams
@@ -81,6 +82,14 @@ class Config:
     def group(self, name: str) -> GroupSpec:
         """The group of that name."""
         return _by_name(self.groups, name, "group")
+
+    def engine_of(self, group: GroupSpec) -> EngineParams:
+        """Engine parameters of one group: its own memory, and no home blocks where sequences decode."""
+        return dataclasses.replace(
+            self.engine,
+            kv_memory=group.kv_memory or self.engine.kv_memory,
+            host_kv_memory=self.engine.host_kv_memory if group.role is GroupRole.PREFILL else 0,
+        )
 
     @property
     def digest(self) -> str:

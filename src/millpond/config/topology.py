@@ -40,6 +40,8 @@ class GroupSpec:
     """CPU threads of one rank's process; never more than there are cores."""
     device: str = "cpu"
     """Device of the engine, in torch's spelling."""
+    kv_memory: int = 0
+    """Bytes of KV block memory of one rank; 0: as `engine.kv_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

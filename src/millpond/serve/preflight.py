@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+from millpond.config.engine_params import EngineParams
 from millpond.config.sections import Config
 from millpond.config.synthetic_params import SYNTHETIC
 from millpond.core.errors import ConfigError
@@ -32,7 +34,8 @@ def check_before_start(config: Config, journal: Path | None) -> None:
     if config.engine.model == SYNTHETIC:
         check_params(config.synthetic)
     else:
-        check_model(config.engine)
+        for memory_bytes in {group.kv_memory or config.engine.kv_memory for group in config.groups}:
+            check_model(replace(config.engine, kv_memory=memory_bytes))
 
 
 def _require_free_port(config: Config) -> None:
@@ -54,21 +57,25 @@ def _family(host: str) -> socket.AddressFamily:
 def _require_memory(config: Config) -> None:
     """All ranks run on this machine: what they allocate at once must be there at all."""
     synthetic = config.synthetic
+    groups = [group for group in config.groups if group.device == "cpu"]
     if config.engine.model == SYNTHETIC:
         block_bytes = 2 * BLOCK_TOKENS * synthetic.kv_bytes_per_token * synthetic.num_layers
         path, value = "synthetic.num_blocks", synthetic.num_blocks
-        rank_bytes = (synthetic.num_blocks + 1) * block_bytes
+        sizes = [(synthetic.num_blocks + 1) * block_bytes] * sum(group.ranks for group in groups)
     else:
         path, value = "engine.kv_memory", config.engine.kv_memory
-        rank_bytes = value
-    num_ranks = sum(group.ranks for group in config.groups if group.device == "cpu")
+        sizes = [size for group in groups for size in [_rank_bytes(config.engine_of(group))] * group.ranks]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if num_ranks * rank_bytes > memory_bytes:
+    if sum(sizes) > memory_bytes:
         raise ConfigError(
-            f"{path} = {value}: {num_ranks} ranks with {rank_bytes:,} bytes of KV each; this machine has"
+            f"{path} = {value}: {len(sizes)} ranks with {sum(sizes):,} bytes of KV; this machine has"
             f" {memory_bytes:,}",
             param=path,
         )
+
+
+def _rank_bytes(engine: EngineParams) -> int:
+    return engine.kv_memory + engine.host_kv_memory
 
 
 def _require_folders(config: Config, journal: Path | None) -> None:

@@ -39,10 +39,11 @@ def _load(config: Config, group: GroupSpec, rank: int) -> Engine:
         return SyntheticEngine(config.synthetic)
     from millpond.engine.load import load_engine  # noqa: PLC0415 - loads torch
 
+    params = config.engine_of(group)
     if (group.name, rank) != (config.groups[0].name, 0):
-        return load_engine(config.engine, group.device)
+        return load_engine(params, group.device)
     with loading_bar(f"{group.name} loads") as show:
-        return load_engine(config.engine, group.device, show)
+        return load_engine(params, group.device, show)
 
 
 def make_rank_kv(
