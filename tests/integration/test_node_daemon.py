@@ -260,7 +260,7 @@ def test_what_was_written_behind_survives_a_killed_daemon(service: Service):
     assert left == []
 
 
-def test_a_killed_rank_holds_nothing_soon(service: Service):
+def test_a_killed_rank_holds_nothing_soon_and_a_frozen_daemon_is_left_and_found_again(service: Service):
     node = service.start()
     with connected(service.folder, "p0-0") as rank:
         rank.wait_slots()
@@ -272,4 +272,14 @@ def test_a_killed_rank_holds_nothing_soon(service: Service):
             wait_until(
                 lambda: value("slots_lent") == 8 and value("slots_pinned") == 0, 10 * LEASE_S, "given back"
             )
+        held = rank.load(NUM_BLOCKS)
+        assert held.num_valid(0, NUM_BLOCKS) == NUM_BLOCKS
+        node.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: rank.client.epoch == 0, 10 * LEASE_S, "the lease is over")
+        assert held.num_valid(0, NUM_BLOCKS) == 0
+        assert rank.client.take_slot() is None
+        node.process.send_signal(signal.SIGCONT)
+        rank.wait_slots()
+        assert rank.load(NUM_BLOCKS).num_blocks == NUM_BLOCKS
+        wait_until(lambda: value("slots_lent") == 8 and value("slots_pinned") == NUM_BLOCKS, 60, "one lease")
     assert node.end() == 0, service.log.read_text()[-4000:]
