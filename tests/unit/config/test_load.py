@@ -103,13 +103,13 @@ def test_by_default_there_is_a_pool_of_one_node_on_the_first_host(tmp_path: Path
 
 
 def test_state_lies_in_the_users_state_home(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", "/nowhere/someone")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    assert load_config().config.supervise.state_dir == "/home/someone/.local/state/millpond"
+    assert load_config().config.supervise.state_dir == "/nowhere/someone/.local/state/millpond"
     monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
     assert load_config().config.supervise.state_dir == "/var/state/millpond"
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
-    assert load_config().config.supervise.state_dir == "/home/someone/.local/state/millpond"
+    assert load_config().config.supervise.state_dir == "/nowhere/someone/.local/state/millpond"
 
 
 def test_records_within_records_are_tables_within_tables(tmp_path: Path):
