@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from millpond.core.units import BLOCK_TOKENS
 
 MAX_BLOCKS_BACK = 64
-"""A snapshot further before the end of a hit is not looked for: computing from it costs more than it saves."""
+"""A snapshot further before the end of a hit is not looked for: computing from it costs more than it saves.
+"""
 
 
 @dataclass(frozen=True, slots=True)
