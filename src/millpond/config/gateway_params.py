@@ -60,8 +60,9 @@ class GatewayParams:
     """Longest time a client may leave its stream unread before it is taken for gone."""
     match: bool = True
     """Look up what is kept of each prompt; without it everything is computed, and kept all the same."""
-    match_deadline_ms: int = 50
-    """Time that looking up a prompt may take; then it is computed."""
+    match_deadline_ms: int = 200
+    """Time that looking up a prompt may take; then it is computed, which takes longer by far. Usually it is a
+    few ms."""
     ready_silence_s: float = 30.0
     """`/ready` turns red when work waits and no token was produced for so long."""
     drain_s: float = 30.0
