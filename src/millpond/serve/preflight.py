@@ -11,7 +11,6 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from millpond.config.engine_params import EngineParams
 from millpond.config.sections import Config
 from millpond.config.synthetic_params import SYNTHETIC
 from millpond.core.errors import ConfigError
@@ -64,7 +63,7 @@ def _require_memory(config: Config) -> None:
         sizes = [(synthetic.num_blocks + 1) * block_bytes] * sum(group.ranks for group in groups)
     else:
         path, value = "engine.kv_memory", config.engine.kv_memory
-        sizes = [size for group in groups for size in [_rank_bytes(config.engine_of(group))] * group.ranks]
+        sizes = [config.engine_of(group).kv_memory for group in groups for _ in range(group.ranks)]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if sum(sizes) > memory_bytes:
         raise ConfigError(
@@ -72,10 +71,11 @@ def _require_memory(config: Config) -> None:
             f" {memory_bytes:,}",
             param=path,
         )
-
-
-def _rank_bytes(engine: EngineParams) -> int:
-    return engine.kv_memory + engine.host_kv_memory
+    if config.engine.host_kv_memory > memory_bytes:
+        raise ConfigError(
+            f"engine.host_kv_memory = {config.engine.host_kv_memory}: this machine has {memory_bytes:,}",
+            param="engine.host_kv_memory",
+        )
 
 
 def _require_folders(config: Config, journal: Path | None) -> None:

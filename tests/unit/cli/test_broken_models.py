@@ -184,6 +184,8 @@ def test_info_of_the_released_config():
     [
         ("engine.kv_memory=1000", ("engine.kv_memory = 1000", "at least")),
         ("engine.kv_memory=1_000_000_000_000_000", ("engine.kv_memory", "this machine has")),
+        ("engine.host_kv_memory=1_000_000_000_000_000", ("engine.host_kv_memory", "this machine has")),
+        ("engine.host_kv_memory=-1", ("engine.host_kv_memory = -1", "greater than or equal to 0")),
         ("engine.num_kept_tokens=3", ("engine.num_kept_tokens = 3", "or 0 for all")),
         ("engine.max_model_len=513", ("engine.max_model_len", "512")),
         ("engine.max_num_seqs=1_000_000_000_000", ("engine.max_num_seqs", "65536")),

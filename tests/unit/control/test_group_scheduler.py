@@ -536,3 +536,29 @@ def test_a_span_that_preempts_is_one_step_since_its_memory_may_admit_somebody():
     assert scheduler.views()[0].num_queued == 1
     scheduler.next_plan(0, max_steps=50)
     assert scheduler.views()[0].num_queued == 0
+
+
+def test_a_prefill_group_streams_what_its_blocks_cannot_hold_and_others_do_not():
+    more = {"num_blocks": 2, "num_home_blocks": 10, "num_rows": 4}
+    for role in (GroupRole.MIXED, GroupRole.DECODE):
+        assert make_scheduler(role, **more).max_model_len == 2 * BLOCK_TOKENS
+    scheduler, engines = make_scheduler(GroupRole.PREFILL, **more), Engines(1, **more)
+    assert scheduler.max_model_len == 8 * BLOCK_TOKENS
+    assign_all(
+        scheduler,
+        make_assign(make_spec("long", 5 * BLOCK_TOKENS), P0, D0),
+        make_assign(make_spec("next", BLOCK_TOKENS), P0, D0),
+    )
+    plan = scheduler.next_plan(0)
+    [send], [start] = plan.sends, plan.ranks[0].start
+    assert send.block_table == start.block_table == (3, 4, 5, 6, 7)
+    assert start.staging == (1, 2)
+    scheduler.advance(0, engines.run(plan))
+    scheduler.advance(0, Aborted(RequestId("long"), 0))
+    plan = scheduler.next_plan(0)
+    assert plan.closes == (HandoffClose(RequestId("long"), 0, DpRank(0)),)
+    assert not plan.ranks, "its staging is in use until the transfer is closed"
+    scheduler.advance(0, HandoffClosed(RequestId("long"), 0))
+    plan = scheduler.next_plan(0)
+    assert [(s.request_id, s.block_table, s.staging) for s in plan.ranks[0].start] == [("next", (1,), ())]
+    require_sound([scheduler])
