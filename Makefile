@@ -45,6 +45,7 @@ test: $(STAMP)
 N_crash   := 10000
 N_bitflip := 10000
 N_pool    := 600
+N_kv      := 600
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -p no:randomly --timeout 0 -o faulthandler_timeout=0 -m campaign -k "$(S)" --rounds $(or $(N),$(N_$(S)),0) $(ARGS)

@@ -53,14 +53,21 @@ class Service:
         wait_until(lambda: bool(self.status["groups"].get(group, {}).get("pid")), 60, f"{group} is up")
         return int(self.status["groups"][group]["pid"])
 
-    def pid_of_role(self, role: str) -> int:
-        """Process id of the child that runs `role`."""
+    def pids_of_role(self, role: str) -> list[int]:
+        """Process ids of the children that run `role` now."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found: list[int] = []
         for child in children:
             arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if role.encode() in arguments:
-                return int(child)
-        raise AssertionError(f"no child runs {role}")
+                found.append(int(child))
+        return found
+
+    def pid_of_role(self, role: str) -> int:
+        """Process id of a child that runs `role`."""
+        pids = self.pids_of_role(role)
+        assert pids, f"no child runs {role}"
+        return pids[0]
 
     def kill(self, group: str) -> None:
         """kill -9 a group's leader."""

@@ -93,7 +93,9 @@ class TieredLoader:
             length = num_had(len(names), here, places, hit)
         if not length:
             return None
-        wanted = replace(chain, digests=chain.digests[: min(length, self._level.blocks.max_pinned)])
+        # For slots that are lent it would wait in vain: ranks keep them.
+        most = min(self._level.blocks.max_pinned, self._arena.num_slots - self._level.blocks.num_lent)
+        wanted = replace(chain, digests=chain.digests[: min(length, max(1, most))])
         blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
         load = TieredLoad(wanted, blocks, lane, cut_hit(hit, wanted), places)
         load.has_matched = has_matched

@@ -39,6 +39,8 @@ class Faults:
     """Reads are answered with whatever record is stored first."""
     short: bool = False
     """Answers lack their last bytes."""
+    error: str = ""
+    """Code that reads are refused with."""
 
 
 class ShardPeer:
@@ -130,6 +132,8 @@ class ShardPeer:
             stream.send(request, answer, [body], deadline_ns=time.monotonic_ns() + SECOND_NS)
 
     def _read(self, query: ReadShard) -> tuple[object, bytes]:
+        if self.faults.error:
+            return Failed(self.faults.error), b""
         key = (query.digest, query.num_blocks, query.shard, query.nonce)
         if self.faults.wrong_shard and self.records:
             key = next(iter(self.records))

@@ -635,6 +635,17 @@ def test_what_loads_hold_does_not_leave_and_is_bounded(made: Hosts) -> None:
     assert host.read(long).num_blocks == 12, "as much of it as loads may hold"
 
 
+def test_a_load_does_not_wait_for_slots_that_are_lent(made: Hosts) -> None:
+    """They come back with a block that is put, or when their rank dies: perhaps never."""
+    host, chain = made.add("h0", 16, max_pinned_ratio=0.75), chain_of(30)
+    made.made.put(chain)
+    refs = host.level.take_slots(7)
+    assert len(refs) == 7
+    assert host.read(chain).num_blocks == 9
+    host.level.give_back_slots(refs)
+    assert host.read(chain).num_blocks == 12
+
+
 def test_there_are_as_many_loads_as_lanes(made: Hosts) -> None:
     host, chain = made.add("h0"), chain_of(2)
     host.put(chain)

@@ -29,11 +29,12 @@ from millpond.serve.transfer.sender import HandoffSender
 from millpond.serve.workers.rank_kv import RankKv
 from millpond.serve.workers.rank_runner import RankRunner, slice_for_rank
 from tests.unit.serve.node.rig import Daemon, poll
+from tests.unit.store.metadata.shards import TOKEN as POOL_TOKEN
 
 LIMIT_S = 30.0
 TOKEN = b"t" * 32
 IDENTITY = KvIdentity(root_digest(b"model", b"layout", b"", b""), 1)
-NODE = NodeParams(put_slots=8, lease_s=1.0, load_deadline_s=LIMIT_S)
+NODE = NodeParams(put_slots=8, lease_s=1.0, load_deadline_s=LIMIT_S, pool_retry_s=0.1)
 
 
 @dataclass
@@ -80,9 +81,18 @@ class Answer:
 class KvService:
     """A mixed group, or a prefill and a decode group, on one host."""
 
-    def __init__(self, stack: ExitStack, folder: Path, network: Network, snapshots: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        network: Network,
+        snapshots: int,
+        metadata: tuple[str, ...],
+        load_deadline_s: float,
+    ) -> None:
         self._stack, self.folder, self.network = stack, folder, network
-        self._snapshots = snapshots
+        self._snapshots, self._metadata = snapshots, metadata
+        self._load_deadline_s = load_deadline_s
         self._num_lives = self._num_put_before = 0
         self.groups: dict[str, Group] = {}
         self.answers: dict[str, list[TokenOut]] = {}
@@ -100,6 +110,8 @@ class KvService:
             arena_name="h0",
             arena_bytes=num_slots * (layout.block_bytes + 4096) + 16 * 4096,
             snapshot_bytes=self._snapshots * layout.state_bytes,
+            metadata=self._metadata,
+            token=POOL_TOKEN,
             params=NODE,
         )
         self.daemon = Daemon(self.folder, setup, self.network)
@@ -135,7 +147,7 @@ class KvService:
             receiver = HandoffReceiver(engine, f"unix:{self.folder / name}", TOKEN, transfer, events.put)
         node = self.connect(f"{name}-0", engine, events.put)
         rows_ready = sender.rows_ready if sender is not None else lambda *_: None
-        kv = RankKv(engine, node, NODE.load_deadline_s, rows_ready)
+        kv = RankKv(engine, node, self._load_deadline_s, rows_ready)
         runner = RankRunner(DpRank(0), engine, sender, receiver, kv)
         self._stack.callback(runner.stop)
         poll(lambda: node.num_free_slots > 0, "a lease")
@@ -225,9 +237,13 @@ def _answer(tokens: list[TokenOut]) -> Answer:
 
 
 @contextmanager
-def kv_service(snapshots: int = 20) -> Iterator[KvService]:
-    """Nothing is started yet."""
+def kv_service(
+    snapshots: int = 20, metadata: tuple[str, ...] = (), load_deadline_s: float = NODE.load_deadline_s
+) -> Iterator[KvService]:
+    """Nothing is started yet. Without metadata there is no pool."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         network = stack.enter_context(Network())
-        yield KvService(stack.enter_context(ExitStack()), folder, network, snapshots)
+        yield KvService(
+            stack.enter_context(ExitStack()), folder, network, snapshots, metadata, load_deadline_s
+        )
