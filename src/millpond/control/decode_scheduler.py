@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from millpond.control.rank_state import Key, RankState
 from millpond.control.request_fsm import Signal
 from millpond.core.blocks import Fit
-from millpond.core.events import RankReport
+from millpond.core.events import HandoffArrived, RankReport
 from millpond.core.ids import BlockId
 from millpond.core.plan import DecodeRow, HandoffReceive, RankPlan, SequenceStart, StateCopy, TokenOut
 from millpond.core.sequence import Sequence, SequenceState, check_finish
@@ -73,7 +73,7 @@ class DecodeScheduler:
                 )
             )
 
-    def on_arrived(self, sequence: Sequence, first_token_id: int) -> None:
+    def on_arrived(self, sequence: Sequence, arrived: HandoffArrived) -> None:
         """KV and first token are here: run. Only the first report of it counts."""
         before = sequence.state
         if (
@@ -81,7 +81,8 @@ class DecodeScheduler:
             and sequence.state is SequenceState.RUNNING
         ):
             sequence.num_computed_tokens = sequence.num_tokens
-            self._rank.append_token(sequence, first_token_id)
+            sequence.is_approximate = arrived.is_approximate
+            self._rank.append_token(sequence, arrived.first_token_id)
             self._rank.outbox.started.append((sequence.spec.request_id, sequence.spec.attempt))
 
     def max_steps(self, asked: int) -> int:

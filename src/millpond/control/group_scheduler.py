@@ -142,7 +142,7 @@ class GroupScheduler:
         if isinstance(event, HandoffFailed):
             rank.end(sequence, Signal.FAIL, None, f"handoff failed: {event.why}")
         elif isinstance(event, HandoffArrived):
-            self._decodes[index].on_arrived(sequence, event.first_token_id)
+            self._decodes[index].on_arrived(sequence, event)
         elif isinstance(event, Loaded):
             self._prefills[index].on_loaded(sequence, event)
         else:

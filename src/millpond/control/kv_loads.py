@@ -13,9 +13,10 @@ from millpond.core.blocks import Fit
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import Loaded
 from millpond.core.plan import LoadStart, SwapIn
+from millpond.core.request import StateRestore
 from millpond.core.sequence import KvLoad, LoadState, Sequence, SequenceState
 from millpond.core.units import BLOCK_TOKENS
-from millpond.policies.resume import resume
+from millpond.policies.resume import Resumption, resume
 
 
 class KvLoads:
@@ -84,6 +85,7 @@ class KvLoads:
         self._shorten(sequence, load, answer.num_tokens)
         if 0 < answer.state_position <= load.num_tokens:
             load.state_position = answer.state_position
+        load.is_approximate = answer.is_approximate
         self._rank.set_progress(sequence, num_computed_tokens=0, num_cached_tokens=load.num_tokens)
 
     def admit(self, sequence: Sequence) -> None:
@@ -120,6 +122,15 @@ class KvLoads:
         load.num_tokens = max(0, min(num_tokens, load.num_tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
         sequence.num_stored_blocks = load.num_tokens // BLOCK_TOKENS
 
+    def _inherits(self, sequence: Sequence, load: KvLoad, chosen: Resumption) -> bool:
+        """Whether a sequence is approximate by what it begins with.
+
+        What an exact request finds never is: it looks under names of its own. So a load that only may be
+        approximate, since it comes from another host's memory, is not.
+        """
+        may_replay = self._rank.info.has_state and sequence.spec.state_restore is StateRestore.REPLAY
+        return may_replay and load.is_approximate and chosen.num_loaded_tokens > 0
+
     def _begin(self, sequence: Sequence, load: KvLoad) -> int:
         """Set where the prefill begins. Returns the leading tokens whose blocks it needs."""
         chosen = resume(
@@ -131,5 +142,6 @@ class KvLoads:
         )
         sequence.write_begin = chosen.write_begin
         sequence.restores_state = chosen.restores_state
+        sequence.is_approximate = chosen.is_approximate or self._inherits(sequence, load, chosen)
         self._rank.set_progress(sequence, chosen.begin, chosen.begin)
         return chosen.num_loaded_tokens

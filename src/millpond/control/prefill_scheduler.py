@@ -206,5 +206,11 @@ class PrefillScheduler:
             rank.end(sequence, done, finish)
         elif sequence.state is SequenceState.SENDING:
             rank.outbox.finishes.append(
-                HandoffFinish(spec.request_id, spec.attempt, rank.me.rank, first_token_id=token.token_id)
+                HandoffFinish(
+                    request_id=spec.request_id,
+                    attempt=spec.attempt,
+                    rank=rank.me.rank,
+                    first_token_id=token.token_id,
+                    is_approximate=sequence.is_approximate,
+                )
             )

@@ -84,7 +84,7 @@ class RankState:
             slot=slot,
             kv=sequence.spec.kv,
             num_stored_blocks=num_stored_blocks,
-            is_approximate=sequence.write_begin > sequence.num_cached_tokens,
+            is_approximate=sequence.is_approximate,
             staging=tuple(sequence.kv.staging),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millpond.core.units import BLOCK_TOKENS
 
@@ -30,6 +30,8 @@ class Snapshot:
     """Differs from that of every other snapshot of this host's life."""
     state: bytes
     expires_ns: int
+    is_approximate: bool = False
+    """Computed downstream of a bounded replay."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,14 @@ class SnapshotStore:
         return self._num_bytes
 
     def put(
-        self, now_ns: int, digest: bytes, position: int, state: bytes, replaces: bytes = b""
+        self,
+        now_ns: int,
+        digest: bytes,
+        position: int,
+        state: bytes,
+        replaces: bytes = b"",
+        *,
+        is_approximate: bool = False,
     ) -> tuple[Snapshot | None, list[Snapshot]]:
         """Keep a snapshot; one of the same name is kept as it is.
 
@@ -84,6 +93,7 @@ class SnapshotStore:
             position: Leading tokens, a multiple of 128.
             state: Its bytes.
             replaces: Name of one that is not needed any more, if there is one.
+            is_approximate: Computed downstream of a bounded replay.
 
         Returns:
             The snapshot if it is new, and those that went for it.
@@ -104,7 +114,9 @@ class SnapshotStore:
             gone.append(self._drop(next(iter(self._snapshots.values()))))
             self.counts.evicted += 1
         self._generation += 1
-        made = Snapshot(digest, position, self._generation, state, now_ns + self._ttl_ns)
+        made = Snapshot(
+            digest, position, self._generation, state, now_ns + self._ttl_ns, is_approximate=is_approximate
+        )
         self._snapshots[digest] = made
         self._num_bytes += len(state)
         self.counts.kept += 1
@@ -162,9 +174,7 @@ class SnapshotStore:
         return problems
 
     def _touch(self, now_ns: int, snapshot: Snapshot) -> Snapshot:
-        touched = Snapshot(
-            snapshot.digest, snapshot.position, snapshot.generation, snapshot.state, now_ns + self._ttl_ns
-        )
+        touched = replace(snapshot, expires_ns=now_ns + self._ttl_ns)
         self._snapshots[snapshot.digest] = touched
         self._snapshots.move_to_end(snapshot.digest)
         return touched

@@ -91,6 +91,8 @@ class HandoffArrived:
     request_id: RequestId
     attempt: int
     first_token_id: int
+    is_approximate: bool = False
+    """As `SequenceStart.is_approximate`, of the sequence on the prefill side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class Loaded:
     """Leading tokens, a multiple of 128, at most what was asked for; 0: nothing."""
     state_position: int = -1
     """Leading tokens of which a snapshot of the state is at hand, at most `num_tokens`; -1: none."""
+    is_approximate: bool = False
+    """Some of it was computed downstream of a bounded replay, or may have been."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class LoadAccepted:
     """Leading tokens that `state` stands for; -1: none found in time."""
     state: bytes = b""
     number: int = 0
+    is_approximate: bool = False
+    """As `Loaded.is_approximate`: of blocks and state. If False, no block that is will come later either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class SnapshotPut:
     replaces: bytes = b""
     """Digest of an older one of the same sequence that is not needed any more."""
     is_approximate: bool = False
+    """As `Put.is_approximate`."""
 
 
 ALL: tuple[type, ...] = (

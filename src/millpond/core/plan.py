@@ -44,7 +44,8 @@ class SequenceStart:
     num_stored_blocks: int = 0
     """Leading blocks that are kept already, or that another rank keeps."""
     is_approximate: bool = False
-    """It begins with a bounded replay: what is computed of it is flagged where it is kept."""
+    """It begins with a bounded replay, or with KV or a state from downstream of one: what is computed of it
+    is flagged where it is kept."""
     staging: tuple[BlockId, ...] = ()
     """Not empty: the sequence is streamed. Its table is of home blocks, and while a layer is computed, its
     row of the table's i-th block is at place i of these blocks, each of which has a place for every row."""
@@ -166,6 +167,8 @@ class HandoffFinish:
     attempt: int
     rank: DpRank
     first_token_id: int
+    is_approximate: bool = False
+    """As `SequenceStart.is_approximate`: the decode rank must flag what it keeps."""
 
 
 @dataclass(frozen=True, slots=True)

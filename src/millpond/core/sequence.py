@@ -72,6 +72,8 @@ class KvLoad:
     state: LoadState = LoadState.WANTED
     state_position: int = -1
     """Leading tokens of which the state is at hand; -1: none."""
+    is_approximate: bool = False
+    """As `Loaded.is_approximate`."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ class Sequence:
     """As `PrefillChunk.write_begin`."""
     restores_state: bool = False
     """It begins with a snapshot of the state after its cached tokens."""
+    is_approximate: bool = False
+    """As `SequenceStart.is_approximate`."""
 
     @property
     def spec(self) -> RequestSpec:

@@ -29,7 +29,7 @@ class _Half:
     owner: str
     deliver: Deliver
     num_tokens: int = 0
-    first_token_id: int | None = None
+    finish: HandoffFinish | None = None
     """Sending side: known once the last chunk is computed."""
 
 
@@ -73,7 +73,7 @@ class Handoffs:
     def finish(self, owner: str, order: HandoffFinish) -> None:
         """The last chunk is computed."""
         for key in _halves(self._sending, owner, order.request_id, order.attempt):
-            self._sending[key].first_token_id = order.first_token_id
+            self._sending[key].finish = order
             self._start(key)
 
     def close(self, owner: str, deliver: Deliver, order: HandoffClose) -> None:
@@ -94,7 +94,7 @@ class Handoffs:
     def _start(self, key: Key) -> None:
         """Move the bytes once both sides are there and the last chunk is computed."""
         sender, receiver = self._sending.get(key), self._receiving.get(key)
-        if sender is None or receiver is None or sender.first_token_id is None:
+        if sender is None or receiver is None or sender.finish is None:
             return
         costs = self._costs
         num_bytes = sender.num_tokens * costs.kv_bytes_per_token
@@ -106,8 +106,9 @@ class Handoffs:
             return
         del self._receiving[key]
         self.num_arrived += 1
-        assert sender.first_token_id is not None  # noqa: S101 - `_start` saw it
-        receiver.deliver(HandoffArrived(*key[:2], sender.first_token_id))
+        finish = sender.finish
+        assert finish is not None  # noqa: S101 - `_start` saw it
+        receiver.deliver(HandoffArrived(*key[:2], finish.first_token_id, finish.is_approximate))
         self._kernel.after(self._costs.message_ns, ORDER, lambda: self._confirm(key, sender))
 
     def _confirm(self, key: Key, sender: _Half) -> None:

@@ -100,7 +100,13 @@ class KvNode:
         )
         if self._loads.setdefault((owner, order.request_id), load) is not load:
             raise InvariantBroken(f"{owner} loads {order.request_id} twice at once")
-        answer = Loaded(order.request_id, order.attempt, num_blocks * BLOCK_TOKENS, load.state_position)
+        answer = Loaded(
+            request_id=order.request_id,
+            attempt=order.attempt,
+            num_tokens=num_blocks * BLOCK_TOKENS,
+            state_position=load.state_position,
+            is_approximate=self.pool.is_approximate(digests, load.state_position),
+        )
         delay_ns = self.costs.load_setup_ns
         self.kernel.after(delay_ns, ORDER, lambda: deliver(answer))
         if self._happens(self.faults.repeat_ratio):

@@ -45,6 +45,11 @@ class KvPool:
         """Keep a snapshot."""
         self._states.setdefault(digest, is_approximate)
 
+    def is_approximate(self, digests: Sequence[bytes], state_position: int) -> bool:
+        """Whether one of these blocks, or the snapshot at this position, is downstream of a replay."""
+        has_state = state_position > 0 and self._states[digests[state_position // BLOCK_TOKENS - 1]]
+        return has_state or any(self._blocks[digest] for digest in digests)
+
     def num_leading(self, digests: Sequence[bytes]) -> int:
         """How many leading blocks of a chain are there."""
         return next((i for i, digest in enumerate(digests) if digest not in self._blocks), len(digests))

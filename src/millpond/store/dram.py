@@ -185,7 +185,7 @@ class DramLevel:
             name = chain.digests[index][:BLOCK_HASH_BYTES]
             content = checksum(self.arena.view(ref.slot).data)
             with self.lock:
-                admission = self.blocks.admit_lent(name, ref, content, is_dirty=True)
+                admission = self.blocks.admit_lent(name, ref, content, is_dirty=True, lineage=lineage)
                 if admission is Admission.TAKEN:
                     self._spiller.add(origin, index)
                     num_new += 1
@@ -237,7 +237,7 @@ class DramLevel:
         name = origin.chain.digests[index][:BLOCK_HASH_BYTES]
         content = checksum(block.data)
         with self.lock:
-            admission = self.blocks.admit(name, block, content, is_dirty=True)
+            admission = self.blocks.admit(name, block, content, is_dirty=True, lineage=origin.lineage)
             if admission is Admission.TAKEN:
                 self._spiller.add(origin, index)
             return admission

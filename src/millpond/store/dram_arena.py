@@ -1,7 +1,8 @@
 """`DramArena`: slots of one block each in one file of the host's shared memory (interfaces A.6).
 
     page 0       magic, format, layout fingerprint, host epoch, sizes
-    table        per slot: generation u64, checksum u64, block hash 16 B, state u32, 0
+    table        per slot: generation u64, checksum u64, block hash 16 B, state u32,
+                 lineage u32
     lanes        per lane: number u32, then one counter u32 per row of the layout
     slots        one full block each, at multiples of 4 KiB
 
@@ -49,7 +50,7 @@ _ENTRY = np.dtype(
         ("checksum", "<u8"),
         ("hash", f"V{BLOCK_HASH_BYTES}"),
         ("state", "<u4"),
-        ("unused", "<u4"),
+        ("lineage", "<u4"),
     ]
 )
 _NO_NAME = bytes(BLOCK_HASH_BYTES)
@@ -229,6 +230,10 @@ class DramArena:
             raise ChecksumMismatch("a block in memory has changed", code="dram.checksum")
         return found
 
+    def lineage(self, ref: SlotRef) -> int:
+        """Of the block in a sealed slot, as told to `seal`. To be asked before what proves the slot."""
+        return int(self._table[ref.slot]["lineage"]) if 0 <= ref.slot < self.num_slots else 0
+
     def close(self) -> None:
         """Unmap; the owner removes the file too. Views must not be used any more."""
         if self._is_owner:
@@ -257,19 +262,21 @@ class DramArena:
         entry["state"] = SlotState.RESERVED
         return SlotRef(slot, int(entry["generation"]))
 
-    def seal(self, ref: SlotRef, block_hash: bytes, content: int) -> None:
+    def seal(self, ref: SlotRef, block_hash: bytes, content: int, lineage: int = 0) -> None:
         """The bytes of a reserved slot are complete.
 
         Args:
             ref: The slot.
             block_hash: Its block.
             content: `checksum` of its bytes.
+            lineage: 1: computed downstream of an approximate replay.
 
         Raises:
             InvariantBroken: It is not reserved.
         """
         entry = self._owned(ref, SlotState.RESERVED)
         entry["checksum"] = content
+        entry["lineage"] = lineage
         entry["hash"] = np.void(block_hash)
         entry["state"] = SlotState.SEALED
 

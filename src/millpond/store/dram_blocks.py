@@ -63,6 +63,11 @@ class DramBlocks:
         """Whether a block is in memory or a load brings it."""
         return name in self._held
 
+    def lineage(self, name: bytes) -> int:
+        """Of a block that is known; 0 of others."""
+        held = self._held.get(name)
+        return held.lineage if held is not None else 0
+
     @property
     def num_dirty(self) -> int:
         """Blocks that are not on disk."""
@@ -84,7 +89,9 @@ class DramBlocks:
         num_kept = sum(self._may_leave(held) for held in self._pinned)
         return self.arena.num_free + len(self._order) - num_kept
 
-    def admit(self, name: bytes, block: Block, content: int, *, is_dirty: bool) -> Admission:
+    def admit(
+        self, name: bytes, block: Block, content: int, *, is_dirty: bool, lineage: int = 0
+    ) -> Admission:
         """Copy a block in, in the place of another if need be.
 
         Args:
@@ -92,6 +99,7 @@ class DramBlocks:
             block: Its bytes.
             content: Their `checksum`.
             is_dirty: It is not on disk.
+            lineage: 1: computed downstream of an approximate replay.
         """
         if name in self:
             self._order.touch(name)
@@ -100,7 +108,7 @@ class DramBlocks:
         if ref is None:
             return Admission.FULL
         self.arena.view(ref.slot)[:] = block
-        self._name(HeldBlock(name, ref), content, is_dirty=is_dirty)
+        self._name(HeldBlock(name, ref, lineage=lineage), content, is_dirty=is_dirty)
         return Admission.TAKEN
 
     def touch(self, name: bytes) -> None:
@@ -154,7 +162,9 @@ class DramBlocks:
         self._end_loan(ref)
         self.arena.free(ref)
 
-    def admit_lent(self, name: bytes, ref: SlotRef, content: int, *, is_dirty: bool) -> Admission:
+    def admit_lent(
+        self, name: bytes, ref: SlotRef, content: int, *, is_dirty: bool, lineage: int = 0
+    ) -> Admission:
         """End a loan: the slot holds a whole block now, unless that is in memory already.
 
         Raises:
@@ -165,7 +175,7 @@ class DramBlocks:
             self.arena.free(ref)
             self._order.touch(name)
             return Admission.HERE
-        self._name(HeldBlock(name, ref), content, is_dirty=is_dirty)
+        self._name(HeldBlock(name, ref, lineage=lineage), content, is_dirty=is_dirty)
         return Admission.TAKEN
 
     # --- blocks that loads hold -------------------------------------------------------------------
@@ -344,7 +354,7 @@ class DramBlocks:
         other = self._held.get(held.name)
         if other is not None and other is not held:
             self._nameless.add(other)
-        self.arena.seal(held.ref, held.name, content)
+        self.arena.seal(held.ref, held.name, content, held.lineage)
         held.is_whole, held.is_dirty = True, is_dirty
         self._held[held.name] = held
         self.counts.put += 1

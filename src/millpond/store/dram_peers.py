@@ -31,6 +31,12 @@ class PeerCall:
     call: Call
     out: Block
 
+    @property
+    def lineage(self) -> int:
+        """Of the block, after `finish` was True. 1: computed downstream of an approximate replay."""
+        answer = self.call.result().message
+        return answer.lineage if isinstance(answer, PeerBlock) else 0
+
     def cancel(self) -> None:
         """Give up, from any thread: `finish` returns at once."""
         self.link.cancel(self.call)

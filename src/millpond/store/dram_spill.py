@@ -229,7 +229,10 @@ class Spiller:
         blocks: list[Block] = []
         while begin > first:
             with self._lock:  # for one block at a time: others wait meanwhile
-                block = self._blocks.begin_write(chain.digests[begin - 1][:BLOCK_HASH_BYTES])
+                name = chain.digests[begin - 1][:BLOCK_HASH_BYTES]
+                if begin <= run[0].begin and self._blocks.lineage(name) != lineage:
+                    break
+                block = self._blocks.begin_write(name)
             if block is None:
                 break
             blocks.append(block)

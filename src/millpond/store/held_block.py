@@ -49,6 +49,8 @@ class HeldBlock:
     """Not on disk: may not leave."""
     is_writing: bool = False
     """On its way to the disks: its slot is being read."""
+    lineage: int = 0
+    """1: computed downstream of an approximate replay. Of a block that is to come: 1 if it may be."""
     num_pins: int = 0
     """Loads that hold it."""
     num_rows: int = 0

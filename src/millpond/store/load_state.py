@@ -94,6 +94,9 @@ class TieredLoad:
         """Whether this load has asked the metadata where its chain is on the disks."""
         self.has_asked: set[int] = set()
         """Blocks of which it has asked the directory who has them in memory."""
+        self.is_approximate = False
+        """Whether some block is downstream of an approximate replay, or may be: not known of what is to come
+        from another host's memory."""
         self.is_running = False
         self.is_cancelled = False
         self.is_released = False
@@ -102,6 +105,13 @@ class TieredLoad:
     def num_blocks(self) -> int:
         """Blocks that have a slot, at least one."""
         return len(self.blocks)
+
+    def lineage_to_come(self, index: int) -> int:
+        """Of a block that is not in memory: 1 if it may be approximate; 0 only if the disks say so."""
+        if index in self.places:
+            return 1
+        parts = (part for part in self.hit.extents if part.begin <= index < part.end)
+        return next((part.location.lineage for part in parts), 1)
 
     @property
     def slots(self) -> tuple[SlotRef, ...]:

@@ -6,7 +6,8 @@ same block share its slot: one of those that run fetches it, the others are told
 over if it fails.
 
 How far a load has come is counted in its lane of the arena, for whoever reads the slots. What was told once
-stays true as long as the load is held: the bytes of a row are not written again, whatever happens.
+stays true as long as the load is held: the bytes of a row are not written again, whatever happens. The same
+goes for its lineage: a load that was begun as exact takes nothing that is downstream of a replay.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ class TieredLoader:
         with self._changed:
             self._loads.append(load)
             load.told[:] = [0 if held.is_whole else held.num_rows for held in blocks]
+            for index, held in enumerate(blocks):
+                if not held.is_whole and held.num_pins == 1:
+                    held.lineage = load.lineage_to_come(index)
+            load.is_approximate = any(held.lineage for held in blocks)
             self._count(load)
         return load
 
@@ -261,7 +266,9 @@ class TieredLoader:
             self.cancel(load)
         came: set[int] = set()
         for index, call in calls:
-            if call.finish(deadline_ns=until_ns):
+            held = load.blocks[index]
+            if call.finish(deadline_ns=until_ns) and call.lineage <= held.lineage:
+                held.lineage = call.lineage
                 came.add(index)
                 self._tell(load, [index], self._arena.num_rows)
         load.from_peers |= came
@@ -272,11 +279,15 @@ class TieredLoader:
         if wanted[-1] >= load.hit.num_blocks and not load.has_matched:
             load.has_matched = True
             load.hit = cut_hit(self._match(load.chain, deadline_ns), load.chain)
-        had = {index for index in wanted if index < load.hit.num_blocks}
+        lineages = {
+            index: part.location.lineage for part in load.hit.extents for index in range(part.begin, part.end)
+        }
+        had = {i for i in wanted if i in lineages and lineages[i] <= load.blocks[i].lineage}
         parts = tuple(part for part in load.hit.extents if had.intersection(range(part.begin, part.end)))
         if not parts:
             return "absent"
         blocks = {index: load.blocks[index] for index in had}
+        untouched = {index for index in had if not blocks[index].num_rows}
         sink = SlotSink(self._arena, blocks, lambda indices, rows: self._tell(load, indices, rows))
         get = self._pool.begin_get(
             Hit(load.chain, parts[-1].end, parts), sink, deadline_ns=deadline_ns, order=RowOrder.ROWS
@@ -286,7 +297,10 @@ class TieredLoader:
         if load.is_cancelled:
             get.cancel()
         result = get.run()
-        load.from_pool |= {index for index in had if load.told[index] == self._arena.num_rows}
+        came = {index for index in had if load.told[index] == self._arena.num_rows}
+        load.from_pool |= came
+        for index in came & untouched:
+            blocks[index].lineage = lineages[index]
         why = next((end for end in result.ends if end != GetEnd.WHOLE), None)
         return "absent" if why is None else why.name.lower()
 

@@ -288,7 +288,14 @@ class NodeClient:
         if load is None or load.is_answered or self._arena is None:
             return  # given back meanwhile: the daemon has been told, or will be
         load.accept(self._arena, message)
-        self._answer(load, len(load.slots) * BLOCK_TOKENS, message.state_position)
+        loaded = Loaded(
+            request_id=load.request_id,
+            attempt=load.attempt,
+            num_tokens=len(load.slots) * BLOCK_TOKENS,
+            state_position=message.state_position,
+            is_approximate=message.is_approximate,
+        )
+        self._answer(load, loaded)
 
     def _on_slots(self, message: PutSlots) -> None:
         if message.incarnation != self._incarnation or self._arena is None:
@@ -406,11 +413,11 @@ class NodeClient:
         load.void()
         if not load.is_answered:
             self.counts.refused[reason] += 1
-            self._answer(load, 0, -1)
+            self._answer(load, Loaded(load.request_id, load.attempt, 0))
 
-    def _answer(self, load: NodeLoad, num_tokens: int, state_position: int) -> None:
+    def _answer(self, load: NodeLoad, loaded: Loaded) -> None:
         load.is_answered = True
-        self._post(Loaded(load.request_id, load.attempt, num_tokens, state_position))
+        self._post(loaded)
 
     def _void(self, reason: str) -> None:
         """Let go of everything that a life of the daemon had given us."""

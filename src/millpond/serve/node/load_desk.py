@@ -173,6 +173,7 @@ class LoadDesk:
             state_position=state.position if state is not None else -1,
             state=state.state if state is not None else b"",
             number=order.number,
+            is_approximate=tiered.is_approximate or (state is not None and state.is_approximate),
         )
         self._counts.count_accepted(wants_state=order.wants_state, has_state=state is not None)
         self._send(load.peer, accepted)

@@ -34,6 +34,8 @@ class FoundState:
     position: int
     """Leading tokens that it stands for."""
     state: bytes
+    is_approximate: bool = False
+    """Computed downstream of a bounded replay."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,12 @@ class Snapshots:
         now_ns = time.monotonic_ns()
         with self._lock:
             made, gone = self._store.put(
-                now_ns, message.digest, message.position, message.state, message.replaces
+                now_ns,
+                message.digest,
+                message.position,
+                message.state,
+                message.replaces,
+                is_approximate=message.is_approximate,
             )
             self._forget(gone)
             if made is not None:
@@ -118,23 +125,23 @@ class Snapshots:
         with self._lock:
             own = self._store.find(time.monotonic_ns(), digests)
         if own is not None and own.digest == digests[-1]:
-            return FoundState(own.position, own.state)
+            return _found(own)
         first = len(digests) - MAX_BLOCKS_BACK if own is None else own.position // BLOCK_TOKENS
         other = self._fetch(digests, max(0, first))
         if other is not None:
             return other
-        return FoundState(own.position, own.state) if own is not None else None
+        return _found(own) if own is not None else None
 
     def expire(self) -> None:
         """Drop those whose time is over."""
         with self._lock:
             self._forget(self._store.expire(time.monotonic_ns()))
 
-    def read(self, name: bytes, generation: int) -> bytes | None:
+    def read(self, name: bytes, generation: int) -> FoundState | None:
         """The state that another host was told of; None: it has gone."""
         with self._lock:
             found = self._store.read(time.monotonic_ns(), name, generation)
-        return found.state if found is not None else None
+        return _found(found) if found is not None else None
 
     def check(self) -> list[str]:
         """Return violated laws."""
@@ -156,7 +163,8 @@ class Snapshots:
             call = self._peers.start(place, names[index], out, deadline_ns=deadline_ns)
             if call is not None and call.finish(deadline_ns=deadline_ns):
                 self.fetches.fetched += 1
-                return FoundState((first + index + 1) * BLOCK_TOKENS, out.tobytes())
+                position = (first + index + 1) * BLOCK_TOKENS
+                return FoundState(position, out.tobytes(), bool(call.lineage))
             self.fetches.late += 1
             return None
         return None
@@ -214,17 +222,22 @@ class SnapshotServer:
         if not isinstance(message, PeerRead):
             peer.answer(head.request, Failed("bad_request", f"no {type(message).__name__} of snapshots"))
             return
-        state = None
+        found = None
         if message.epoch == self._epoch:
-            state = self._snapshots.read(message.block_hash, message.generation)
-        if state is None:
+            found = self._snapshots.read(message.block_hash, message.generation)
+        if found is None:
             peer.answer(head.request, Failed("stale", "the snapshot has gone"))
             return
-        answer = PeerBlock(message.block_hash, message.generation, checksum(state))
-        peer.answer(head.request, answer, [memoryview(state)])
+        lineage = int(found.is_approximate)
+        answer = PeerBlock(message.block_hash, message.generation, checksum(found.state), lineage)
+        peer.answer(head.request, answer, [memoryview(found.state)])
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
+
+
+def _found(snapshot: Snapshot) -> FoundState:
+    return FoundState(snapshot.position, snapshot.state, snapshot.is_approximate)
 
 
 def _name(snapshot: Snapshot) -> bytes:

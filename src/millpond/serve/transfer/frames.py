@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from millpond.core.errors import DataError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PREFIX = struct.Struct("<IB3x")
 INLINE = 0xFFFF_FFFF
 """In place of a ring slot: the payload follows the piece's header."""
@@ -121,6 +121,8 @@ class Finish:
     handle: int
     num_pieces: int
     first_token_id: int
+    is_approximate: bool = False
+    """As `HandoffArrived.is_approximate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ _SHAPES = (
     _Shape(6, Ready, "I"),
     _Shape(7, Piece, "IIIIIQ"),
     _Shape(8, Free, "I"),
-    _Shape(9, Finish, "IIi"),
+    _Shape(9, Finish, "IIi?"),
     _Shape(10, Done, "I"),
     _Shape(11, Abort, "I"),
     _Shape(12, Reject, "I"),

@@ -233,7 +233,7 @@ class ReceiveSide:
             return self._fail(inbound, f"{inbound.num_arrived} of {len(inbound.arrived)} pieces arrived")
         self._forget(inbound)
         self.num_arrived += 1
-        arrived = HandoffArrived(*inbound.key, first_token_id=frame.first_token_id)
+        arrived = HandoffArrived(*inbound.key, frame.first_token_id, frame.is_approximate)
         return [Transmit(connection, Done(frame.handle)), *self._touches.post(arrived)]
 
     def _forget(self, inbound: _Inbound) -> None:

@@ -49,6 +49,7 @@ class _Outbound:
     ready: deque[tuple[int, int, int]] = field(default_factory=deque[tuple[int, int, int]])
     """(row, begin, end): blocks whose row is written and not yet taken."""
     first_token_id: int | None = None
+    is_approximate: bool = False
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class SendSide:
         self._queue(now_ns, outbound, row, min(num_blocks, num_blocks_for(outbound.order.num_tokens)))
         self._run(outbound)
 
-    def finish(self, now_ns: int, key: Key, first_token_id: int) -> None:
+    def finish(self, now_ns: int, key: Key, first_token_id: int, *, is_approximate: bool = False) -> None:
         """Everything is written, the state too, and the first token is known."""
         outbound = self._outbound.get(key)
         if outbound is None or outbound.first_token_id is not None:
@@ -135,6 +136,7 @@ class SendSide:
         if self._pieces.has_state:
             outbound.ready.append((self._pieces.state_row, 0, 1))
         outbound.first_token_id = first_token_id
+        outbound.is_approximate = is_approximate
         outbound.since_ns = now_ns
         self._run(outbound)
 
@@ -256,7 +258,7 @@ class SendSide:
             raise InvariantBroken(f"{outbound.key} was queued without work")
         outbound.state = _State.FINISHING
         num_pieces = self._pieces.count(outbound.order.num_tokens)
-        return Finish(outbound.handle, num_pieces, outbound.first_token_id)
+        return Finish(outbound.handle, num_pieces, outbound.first_token_id, outbound.is_approximate)
 
     def _forget(self, outbound: _Outbound) -> None:
         del self._outbound[outbound.key]

@@ -117,10 +117,13 @@ class HandoffSender:
             self._side.rows_ready(time.monotonic_ns(), (request_id, attempt), row, num_complete_blocks)
             self._wake_writers()
 
-    def finish(self, request_id: RequestId, attempt: int, first_token_id: int) -> None:
+    def finish(
+        self, request_id: RequestId, attempt: int, first_token_id: int, *, is_approximate: bool = False
+    ) -> None:
         """Every row and the state are written, and the first token is known. Returns at once."""
         with self._lock:
-            self._side.finish(time.monotonic_ns(), (request_id, attempt), first_token_id)
+            key = (request_id, attempt)
+            self._side.finish(time.monotonic_ns(), key, first_token_id, is_approximate=is_approximate)
             self._wake_writers()
 
     def close_request(self, close: HandoffClose) -> None:

@@ -170,6 +170,7 @@ class Leader:
         self._count(f"millpond_step_seconds_total:{plan.kind.value}", (end_ns - begin_ns) / SECOND_NS)
         computed = sum(c.end - c.begin for r in plan.ranks for c in r.chunks)
         self._count("millpond_prompt_tokens_total:computed", computed)
+        self._count_approximate(plan)
         rows = [row for r in plan.ranks for row in r.rows]
         num_drafts = sum(len(row.draft_ids) for row in rows)
         if num_drafts:
@@ -178,6 +179,16 @@ class Leader:
                 "millpond_draft_tokens_accepted_total", sum(len(r.sampled) for r in reports) - len(rows)
             )
         self._scheduler.advance(end_ns, StepDone(plan.step, reports))
+
+    def _count_approximate(self, plan: GroupPlan) -> None:
+        """Count replays, and sequences whose KV is downstream of one, theirs or an earlier turn's."""
+        for part in plan.ranks:
+            started = {start.request_id for start in part.start if start.is_approximate}
+            firsts = [chunk for chunk in part.chunks if chunk.request_id in started]
+            replayed = [chunk.write_begin - chunk.begin for chunk in firsts]
+            self._count("millpond_approximate_sequences_total", len(started))
+            self._count("millpond_replays_total", sum(num_tokens > 0 for num_tokens in replayed))
+            self._count("millpond_replayed_tokens_total", sum(max(0, num_tokens) for num_tokens in replayed))
 
     def _send_tokens(self, outputs: tuple[tuple[str, TokenOut], ...]) -> None:
         by_gateway: dict[str, list[TokenOut]] = {}

@@ -163,7 +163,12 @@ class RankRunner:
             sender.start(send)
         for finish in plan.finishes:
             self._attempts.pop(finish.request_id, None)
-            sender.finish(finish.request_id, finish.attempt, finish.first_token_id)
+            sender.finish(
+                finish.request_id,
+                finish.attempt,
+                finish.first_token_id,
+                is_approximate=finish.is_approximate,
+            )
 
     def _progress(self, part: RankPlan, lost: Iterable[RequestId]) -> _Progress | None:
         """None if nobody has to know of the step's rows."""

@@ -85,6 +85,7 @@ class DramServer:
         block = np.empty(self._arena.block_bytes, np.uint8)
         try:
             ref = SlotRef(query.slot, query.generation)
+            lineage = self._arena.lineage(ref)
             found = self._arena.read(ref, query.block_hash, block)
         except MillpondError as error:
             # A damaged block is as good as gone; its owner drops it when it comes across it.
@@ -92,7 +93,7 @@ class DramServer:
             peer.answer(request, Failed("stale", error.message))
             return
         self.num_reads += 1
-        answer = PeerBlock(query.block_hash, query.generation, found)
+        answer = PeerBlock(query.block_hash, query.generation, found, lineage)
         peer.answer(request, answer, [block.data])
 
     def _status(self) -> NodeStatus:

@@ -344,6 +344,8 @@ class PeerBlock(Message, frozen=True, array_like=True):
     generation: int
     checksum: int
     """xxh3_64, made when the block came into memory."""
+    lineage: int = 0
+    """1: computed downstream of an approximate replay."""
 
 
 class DirectoryJoin(Message, frozen=True, array_like=True):
