@@ -79,11 +79,12 @@ class Service:
         def is_ready() -> bool:
             assert self.process.poll() is None, f"the service died:\n{self.log_file.read_text()[-4000:]}"
             try:
-                return httpx.get(f"{self.url}/ready").status_code == 200
+                return client.get(f"{self.url}/ready").status_code == 200
             except httpx.TransportError:
                 return False
 
-        wait_until(is_ready, START_DEADLINE_S, "ready")
+        with httpx.Client() as client:  # one for each poll takes more CPU time than what starts
+            wait_until(is_ready, START_DEADLINE_S, "ready")
 
     def wait_busy(self) -> None:
         """Wait until a decode or mixed group runs something."""

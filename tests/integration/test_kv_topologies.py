@@ -164,7 +164,13 @@ def new_ids(name: str, count: int) -> tuple[int, ...]:
     return tuple(1000 + chance.below(20000) for _ in range(count))
 
 
-def ask(service: Service, call: Call, messages: list[dict[str, str]] | None = None) -> Call:
+def connect(service: Service) -> httpx.Client:
+    """A client of the gateway. It makes a new connection for each call: no old one can be closed under it."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=service.url, timeout=DEADLINE_S, limits=limits)
+
+
+def ask(http: httpx.Client, call: Call, messages: list[dict[str, str]] | None = None) -> Call:
     """Carry out a call: a completion of its ids, or a chat that is rendered to them."""
     body: dict[str, Any] = {"model": "synthetic", "temperature": 0, "ignore_eos": True}
     body |= {"max_tokens": NUM_OUTPUT, "cache_salt": call.salt or None}
@@ -173,8 +179,7 @@ def ask(service: Service, call: Call, messages: list[dict[str, str]] | None = No
     if call.is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     answers: list[dict[str, Any]] = []
-    url = f"{service.url}/v1/{path}"
-    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+    with http.stream("POST", f"/v1/{path}", json=body) as response:
         assert response.status_code == 200, response.read()
         if call.is_streamed:
             events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -199,40 +204,40 @@ def ask(service: Service, call: Call, messages: list[dict[str, str]] | None = No
     )
 
 
-def ask_all(service: Service, calls: list[Call]) -> list[Call]:
+def ask_all(http: httpx.Client, calls: list[Call]) -> list[Call]:
     """Carry out completions at once."""
     with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(lambda call: ask(service, call), calls))
+        return list(threads.map(lambda call: ask(http, call), calls))
 
 
-def ask_chat(service: Service, messages: list[dict[str, str]], *, is_streamed: bool) -> list[Call]:
+def ask_chat(http: httpx.Client, messages: list[dict[str, str]], *, is_streamed: bool) -> list[Call]:
     """One turn of a chat, and the same without the cache: chats do not tell the ids of their answers."""
-    rendered = httpx.post(f"{service.url}/tokenize", json={"model": "synthetic", "messages": messages})
+    rendered = http.post("/tokenize", json={"model": "synthetic", "messages": messages})
     prompt = tuple(rendered.raise_for_status().json()["tokens"])
-    chat = ask(service, Call(prompt, is_streamed=is_streamed), messages)
-    cold = ask(service, Call(prompt, f"chat of {len(messages)}"))
+    chat = ask(http, Call(prompt, is_streamed=is_streamed), messages)
+    cold = ask(http, Call(prompt, f"chat of {len(messages)}"))
     assert chat.text == cold.text
     return [replace(chat, output=cold.output), cold]
 
 
-def metrics(service: Service, name: str) -> Counter[str]:
+def metrics(http: httpx.Client, name: str) -> Counter[str]:
     """Values of a metric, summed over groups, by `source`."""
     values: Counter[str] = Counter()
-    for line in httpx.get(f"{service.url}/metrics").text.splitlines():
+    for line in http.get("/metrics").text.splitlines():
         if line.startswith(f"{name}{{"):
             labels, _, value = line.rpartition(" ")
             values[labels.partition('source="')[2].partition('"')[0]] += round(float(value))
     return values
 
 
-def check_counts(service: Service, ledger: Ledger) -> None:
+def check_counts(service: Service, http: httpx.Client, ledger: Ledger) -> None:
     """Compare sums over all answers with what gateway, leaders and daemons have counted."""
     num_prompt = sum(len(call.prompt) for call in ledger.calls)
     num_cached = sum(call.cached for call in ledger.calls)
     assert num_cached > 0
     expected = {"cached": num_cached, "computed": num_prompt - num_cached}
     name = "millpond_prompt_tokens_total"
-    wait_until(lambda: metrics(service, name) == expected, DEADLINE_S, f"{name} is {expected}")
+    wait_until(lambda: metrics(http, name) == expected, DEADLINE_S, f"{name} is {expected}")
     num_hits = sum(call.cached > 0 for call in ledger.calls)
     num_slots = PUT_SLOTS * sum(group.ranks for group in service.config.groups)
     node = {"loads": num_hits, "loads_accepted": num_hits, "loads_shortened": 0, "puts": len(ledger.blocks)}
@@ -240,27 +245,27 @@ def check_counts(service: Service, ledger: Ledger) -> None:
     nodes |= {"millpond_node_slots_pinned": 0, "millpond_node_slots_lent": num_slots}
     for name, value in nodes.items():
         wait_until(
-            lambda name=name, value=value: metrics(service, name) == Counter({"": value}),
+            lambda name=name, value=value: metrics(http, name) == Counter({"": value}),
             DEADLINE_S,
-            f"{name} is {value}, but {metrics(service, name)}",
+            f"{name} is {value}, but {metrics(http, name)}",
         )
-    assert metrics(service, "millpond_node_blocks_loaded_total").total() * BLOCK == num_cached
+    assert metrics(http, "millpond_node_blocks_loaded_total").total() * BLOCK == num_cached
     service.wait_empty(DEADLINE_S)
 
 
-def run_sessions(service: Service) -> Ledger:
+def run_sessions(service: Service, http: httpx.Client) -> Ledger:
     """Sessions side by side, turn after turn; every other answer of each is streamed."""
     ledger = Ledger(service)
     shared = new_ids("shared", SHARED)
-    ledger.add([ask(service, Call(shared))])
+    ledger.add([ask(http, Call(shared))])
     prompts = [(*shared, *new_ids(f"session {n}", n - SHARED)) for n in FIRST_PROMPTS]
     messages = [{"role": "user", "content": " ".join(f"grain {i} of the mill" for i in range(60))}]
     for turn in range(NUM_TURNS):
         ledger.wait_kept()
         calls = [Call(prompt, is_streamed=(turn + i) % 2 == 0) for i, prompt in enumerate(prompts)]
         with ThreadPoolExecutor(1) as thread:
-            chat = thread.submit(ask_chat, service, messages, is_streamed=turn % 2 == 0)
-            calls = ask_all(service, calls)
+            chat = thread.submit(ask_chat, http, messages, is_streamed=turn % 2 == 0)
+            calls = ask_all(http, calls)
         ledger.add([*calls, *chat.result()])
         prompts = [
             (*call.prompt, *call.output, *new_ids(f"turn {turn} {i}", 100)) for i, call in enumerate(calls)
@@ -269,7 +274,7 @@ def run_sessions(service: Service) -> Ledger:
         messages.append({"role": "user", "content": f"turn {turn}: how much water is in the pond?"})
     ledger.wait_kept()
     warm = [call for call in ledger.calls if not call.salt]
-    cold = ask_all(service, [replace(call, salt=f"cold {i}") for i, call in enumerate(warm)])
+    cold = ask_all(http, [replace(call, salt=f"cold {i}") for i, call in enumerate(warm)])
     assert [call.output for call in cold] == [call.output for call in warm]
     ledger.add(cold)
     ledger.wait_kept()
@@ -282,7 +287,8 @@ def test_answers_metrics_and_an_independent_count_agree(
     start_service: Callable[..., Service], synthetic_toml: str, shape: str
 ) -> None:
     service = start_service(synthetic_toml + POOL + shape, has_pool=True)
-    check_counts(service, run_sessions(service))
+    with connect(service) as http:
+        check_counts(service, http, run_sessions(service, http))
 
 
 def pid_of_daemon(service: Service, host: str) -> int:
@@ -302,36 +308,37 @@ def test_they_agree_over_two_hosts_and_the_loss_of_a_daemon_costs_hits_at_most(
 ) -> None:
     control = f"[supervise]\ncontrol_port = {free_port()}\n"
     service = start_service(synthetic_toml + POOL + control + TWO_HOSTS, has_pool=True)
-    ledger = run_sessions(service)
-    check_counts(service, ledger)
-    nodes = service.status["nodes"]
-    assert nodes["node-h0"]["values"]["millpond_node_blocks_loaded_total:peers"] > 0
-    assert nodes["node-h1"]["values"]["millpond_node_puts_total"] > 0
+    with connect(service) as http:
+        ledger = run_sessions(service, http)
+        check_counts(service, http, ledger)
+        nodes = service.status["nodes"]
+        assert nodes["node-h0"]["values"]["millpond_node_blocks_loaded_total:peers"] > 0
+        assert nodes["node-h1"]["values"]["millpond_node_puts_total"] > 0
 
-    daemons = {host: pid_of_daemon(service, host) for host in ("h0", "h1")}
-    arenas = {host: arenas_of(pid) for host, pid in daemons.items()}
-    assert [len(arenas[host]) for host in arenas] == [1, 1]
-    assert arenas["h0"] != arenas["h1"]
-    assert arenas_of(service.pid("p0")) == arenas["h0"]
-    assert arenas_of(service.pid("d0")) == arenas["h1"]
+        daemons = {host: pid_of_daemon(service, host) for host in ("h0", "h1")}
+        arenas = {host: arenas_of(pid) for host, pid in daemons.items()}
+        assert [len(arenas[host]) for host in arenas] == [1, 1]
+        assert arenas["h0"] != arenas["h1"]
+        assert arenas_of(service.pid("p0")) == arenas["h0"]
+        assert arenas_of(service.pid("d0")) == arenas["h1"]
 
-    groups = {name: group["incarnation"] for name, group in service.status["groups"].items()}
-    last = ledger.calls[1 + (NUM_TURNS - 1) * (len(FIRST_PROMPTS) + 2)]
-    prompt = (*last.prompt, *last.output, *new_ids("after the loss", 100))
-    os.kill(daemons["h1"], signal.SIGKILL)
-    call = ask(service, Call(prompt))
-    assert call.cached <= ledger.expected(call)
-    assert call.output == ask(service, replace(call, salt="after the loss")).output
-    wait_until(lambda: pid_of_daemon(service, "h1") != daemons["h1"], DEADLINE_S, "a new daemon on h1")
-    ledger.blocks |= call.computed_blocks
-    following = Call((*call.prompt, *call.output, 1000))
-    wait_until(
-        lambda: ask(service, following).cached == ledger.expected(following),
-        DEADLINE_S,
-        "everything is found again",
-    )
-    assert pid_of_daemon(service, "h0") == daemons["h0"]
-    assert {name: group["incarnation"] for name, group in service.status["groups"].items()} == groups
+        groups = {name: group["incarnation"] for name, group in service.status["groups"].items()}
+        last = ledger.calls[1 + (NUM_TURNS - 1) * (len(FIRST_PROMPTS) + 2)]
+        prompt = (*last.prompt, *last.output, *new_ids("after the loss", 100))
+        os.kill(daemons["h1"], signal.SIGKILL)
+        call = ask(http, Call(prompt))
+        assert call.cached <= ledger.expected(call)
+        assert call.output == ask(http, replace(call, salt="after the loss")).output
+        wait_until(lambda: pid_of_daemon(service, "h1") != daemons["h1"], DEADLINE_S, "a new daemon on h1")
+        ledger.blocks |= call.computed_blocks
+        following = Call((*call.prompt, *call.output, 1000))
+        wait_until(
+            lambda: ask(http, following).cached == ledger.expected(following),
+            DEADLINE_S,
+            "everything is found again",
+        )
+        assert pid_of_daemon(service, "h0") == daemons["h0"]
+        assert {name: group["incarnation"] for name, group in service.status["groups"].items()} == groups
     service.wait_empty(DEADLINE_S)
     service.stop()
     assert service.process.returncode == 0
