@@ -98,6 +98,10 @@ class Stored:
         """Have a prompt's blocks on the disks."""
         self.service.ask(name, prompt, 1, kv=kv)
         self.service.settle()
+        memory = self.service.daemon.memory
+        poll(lambda: memory.pool.is_open, "the pool")
+        memory.level.spill_all(deadline_ns=memory.spill_until_ns())
+        assert memory.level.num_waiting == 0
         self.restart_daemon()
 
     def ask(self, name: str, prompt: array[int], count: int = 40, **more: object) -> Answer:
@@ -193,7 +197,7 @@ def test_bug_34_a_store_that_fails_costs_the_hit_and_is_counted(stored: Stored, 
     assert stored.ask("c", words(NUM_WORDS)).num_cached_tokens == NUM_STORED
 
 
-@pytest.mark.parametrize("fault", STORE_FAULTS)
+@pytest.mark.parametrize("fault", ["EIO", "zeroes", "nothing"])
 def test_two_nodes_that_fail_cost_nothing(stored: Stored, fault: str):
     """Any two shards of an extent may be lost (4 + 2)."""
     STORE_FAULTS[fault](stored.peers[:2])
@@ -236,7 +240,7 @@ def test_another_tenants_place_of_the_same_words_is_no_hit(stored: Stored):
 # --- a slow layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", range(PARAMS.num_layers))
+@pytest.mark.parametrize("row", [0, PARAMS.num_layers - 1])
 def test_bug_35_a_slow_layer_is_waited_for_and_others_are_answered(
     stored: Stored, monkeypatch: pytest.MonkeyPatch, row: int
 ):
@@ -262,7 +266,7 @@ def test_bug_35_a_slow_layer_is_waited_for_and_others_are_answered(
     assert stored.metric("swap_in_wait_seconds_total") > 0
 
 
-@pytest.mark.parametrize("row", range(PARAMS.num_layers))
+@pytest.mark.parametrize("row", [0, PARAMS.num_layers - 1])
 def test_bug_35_a_layer_that_never_comes_is_computed_after_the_deadline(
     stored: Stored, monkeypatch: pytest.MonkeyPatch, row: int
 ):
