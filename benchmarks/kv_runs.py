@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from millpond.serve.replay.sessions import Piece, Session, Turn
 FIRST_TOKENS = 1536
 NEW_TOKENS = 256
 OUTPUT_TOKENS = 48
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 START_S = 400.0
 STOP_S = 90.0
 DRAIN_S = 60.0
@@ -59,16 +60,30 @@ class Played:
 
 
 class _LoggingClient(StreamClient):
-    """Remembers prompts and answers."""
+    """Remembers prompts and answers; adds fields to what is asked."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, fields: Mapping[str, Any], **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._fields = fields
         self.log: dict[int, tuple[list[int], RequestRecord]] = {}
 
     async def stream(self, index: int, path: str, body: dict[str, Any]) -> RequestRecord:
-        record = await super().stream(index, path, body)
+        record = await super().stream(index, path, {**body, **self._fields})
         self.log[id(record)] = (body["prompt"], record)
         return record
+
+
+class _ContinuingPlayer(Player):
+    """Sessions may go on from what was played before."""
+
+    def __init__(self, *arguments: Any, begun: Mapping[str, list[int]]) -> None:
+        super().__init__(*arguments)
+        self._begun = begun
+
+    async def _complete(
+        self, session: Session, number: int, turn: Turn, known: list[int]
+    ) -> tuple[TurnRecord, list[int]]:
+        return await super()._complete(session, number, turn, known or self._begun.get(session.name, []))
 
 
 @dataclass(slots=True)
@@ -80,23 +95,38 @@ class Service:
     log_file: Path
     vocabulary: list[int] = field(default_factory=list[int])
 
-    def play(self, sessions: Sequence[Session]) -> Played:
-        """Play sessions, all at once."""
+    def play(
+        self,
+        sessions: Sequence[Session],
+        begun: Mapping[str, list[int]] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Played:
+        """Play sessions, all at once.
+
+        Args:
+            sessions: Turn by turn.
+            begun: Tokens that sessions have already, by name: their last prompt and its answer.
+            fields: Sent with each request.
+        """
         with httpx.Client(base_url=self.url, timeout=60) as http:
             server = ServerInfo(http)
             self.vocabulary = self.vocabulary or server.vocabulary()
             before = _counters(http)
-            records, log = asyncio.run(self._play(sessions, server.model))
+            records, log = asyncio.run(self._play(sessions, server.model, begun or {}, fields or {}))
             return Played(records, log, difference(before, _counters(http)))
 
     async def _play(
-        self, sessions: Sequence[Session], model: str
+        self,
+        sessions: Sequence[Session],
+        model: str,
+        begun: Mapping[str, list[int]],
+        fields: Mapping[str, Any],
     ) -> tuple[list[SessionRecord], list[dict[str, Any]]]:
         order: list[TurnRecord] = []
         timeout = httpx.Timeout(30, read=900, pool=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=timeout) as http:
-            client = _LoggingClient(http, model, time.monotonic_ns, ignore_eos=True)
-            player = Player(client, self.vocabulary, model, order.append)
+            client = _LoggingClient(http, model, time.monotonic_ns, ignore_eos=True, fields=fields)
+            player = _ContinuingPlayer(client, self.vocabulary, model, order.append, begun=begun)
             records = await player.play(sessions, len(sessions))
         log = [
             {
@@ -164,13 +194,19 @@ def running_service(folder: Path, model: str, *settings: str) -> Iterator[Servic
 
 
 @contextmanager
-def running_server(command: Sequence[str | Path], url: str, ready: str, log_file: Path) -> Iterator[Service]:
-    """Run any server until the block ends.
+def running_server(
+    command: Sequence[str | Path],
+    url: str,
+    ready: str,
+    log_file: Path,
+    settings: Mapping[str, str] = ONE_THREAD,
+) -> Iterator[Service]:
+    """Run any server until the block ends; `settings` join its environment.
 
     Raises:
         RuntimeError: It does not become ready.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # noqa: TID251 - a child inherits its surroundings
+    environment = {**os.environ, **settings}  # noqa: TID251 - a child inherits its surroundings
     with log_file.open("ab") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 

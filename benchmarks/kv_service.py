@@ -4,6 +4,10 @@
 generated; prompts are token ids, so that nothing is lost to tokenising answers anew. Pool off is
 `gateway.match = false`: everything is kept as ever, and nothing is found. Each run has a service and a state
 folder of its own. The ideal comes from `kv_ideal`, which knows only the log of what was asked.
+
+A quick run has one model, the small V4.1: with the other one a run with the pool off alone computes for two
+minutes. It is exact throughout, so that answers with the pool off are the cold ones that those with it on
+must equal.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Report, Result, say
 from benchmarks.kv_ideal import sums
 from benchmarks.kv_overlap import OverlapBench
 from benchmarks.kv_runs import NEW_TOKENS, Played, Service, growing_sessions, running_service
+from benchmarks.kv_vllm import measure_against_vllm
 from millpond.engine.model.config import read_config
 from millpond.engine.model.init import init_checkpoint
 from millpond.serve.replay.figures import make_figures
@@ -26,7 +32,12 @@ SMOLLM = "smollm2-135m"
 V41 = "v41-small"
 MEMORY = {SMOLLM: "engine.kv_memory=1280 MiB", V41: "engine.kv_memory=512 MiB"}
 NO_MATCH = "gateway.match=false"
+EXACT = "engine.numerics=exact"
+EXACT_FIELDS = {"state_restore": "exact"}
 EXACT_TURNS = 3
+SIZE = (8, 12)
+"""Sessions and turns of each."""
+QUICK_SIZE = (3, 5)
 SESSION_LEVELS = ("hit_tokens_vs_ideal", "jct_vs_pool_off", "persist_step_overhead", "hit_after_restart")
 
 
@@ -38,12 +49,14 @@ def run(*, quick: bool, only: set[str]) -> Result:
         models = {SMOLLM: SMOLLM, V41: str(folder / "v41")}
         config = Path(__file__).with_name("configs") / "v41_small.json"
         init_checkpoint(read_config(config), folder / "v41", seed=1)
-        if report.wants(
-            "hit_tokens_vs_ideal", "jct_vs_pool_off", "persist_step_overhead", "hit_after_restart"
-        ):
-            _measure_sessions(report, folder, models, (3, 5) if quick else (8, 12))
+        if quick:
+            _measure_quick(report, folder, models[V41])
+            return report.finish()
+        if report.wants(*SESSION_LEVELS):
+            _measure_sessions(report, folder, models)
         if report.wants("cold_warm_equal_exact"):
             _measure_equality(report, folder, models)
+        measure_against_vllm(report, folder, MEMORY[SMOLLM], SIZE)
     if report.wants("load_hidden_fraction"):
         _measure_overlap(report)
     return report.finish()
@@ -60,14 +73,41 @@ def _service(folder: Path, model: str, *settings: str) -> Iterator[Service]:
         shutil.rmtree(folder)
 
 
-def _measure_sessions(report: Report, folder: Path, models: dict[str, str], size: tuple[int, int]) -> None:
+def _measure_quick(report: Report, folder: Path, model: str) -> None:
+    """All that a quick run measures, from two runs of the same sessions."""
+    sessions = growing_sessions(*QUICK_SIZE)
+    with _service(folder / "off", model, MEMORY[V41], EXACT, NO_MATCH) as service:
+        off = service.play(sessions, fields=EXACT_FIELDS)
+    with _service(folder / "on", model, MEMORY[V41], EXACT) as service:
+        on = service.play(sessions, fields=EXACT_FIELDS)
+    found = sums(on.log)
+    report.figures[V41] = _figures(on, off, found)
+    cold = {_turn_key(turn): turn["output"] for turn in off.log}
+    warm = [turn for turn in on.log if turn["cached"]]
+    num_equal = sum(turn["output"] == cold.get(_turn_key(turn)) for turn in warm)
+    values = {
+        "hit_tokens_vs_ideal": found["cached"] / found["ideal"],
+        "jct_vs_pool_off": on.jct_s / off.jct_s,
+        "persist_step_overhead": _overhead(on),
+        "cold_warm_equal_exact": num_equal / len(warm) if warm else 0.0,
+    }
+    for level, value in values.items():
+        if report.wants(level):
+            report.add(level, value, f"{V41}, exact")
+
+
+def _turn_key(turn: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    return turn["session"], tuple(turn["prompt"])
+
+
+def _measure_sessions(report: Report, folder: Path, models: dict[str, str]) -> None:
     hits: dict[str, float] = {}
     ratios: dict[str, float] = {}
     overheads: dict[str, float] = {}
     after: dict[str, float] = {}
     for name, model in models.items():
-        sessions = growing_sessions(*size)
-        say(f"{name}: {size[0]} sessions x {size[1]} turns, pool off")
+        sessions = growing_sessions(*SIZE)
+        say(f"{name}: {SIZE[0]} sessions x {SIZE[1]} turns, pool off")
         with _service(folder / "off", model, MEMORY[name], NO_MATCH) as service:
             off = service.play(sessions)
         say(f"{name}: mean job {off.jct_s:.2f} s; pool on")
@@ -143,13 +183,12 @@ def _measure_equality(report: Report, folder: Path, models: dict[str, str]) -> N
     num_equal = num_turns = 0
     for name, model in models.items():
         say(f"{name}: warm against cold, exact")
-        with _service(folder / "exact", model, MEMORY[name], "engine.numerics=exact") as service:
+        with _service(folder / "exact", model, MEMORY[name], EXACT) as service:
             played = service.play(growing_sessions(1, EXACT_TURNS))
             for index, turn in enumerate(played.log):
-                fields = {"state_restore": "exact"}
-                service.complete(turn["prompt"], **fields)  # exact requests find what exact ones left
-                warm, cached = service.complete(turn["prompt"], **fields)
-                cold, _ = service.complete(turn["prompt"], cache_salt=f"cold{index}", **fields)
+                service.complete(turn["prompt"], **EXACT_FIELDS)  # exact requests find what exact ones left
+                warm, cached = service.complete(turn["prompt"], **EXACT_FIELDS)
+                cold, _ = service.complete(turn["prompt"], cache_salt=f"cold{index}", **EXACT_FIELDS)
                 num_equal += warm == cold and cached > 0
                 num_turns += 1
     report.add("cold_warm_equal_exact", num_equal / num_turns, f"{num_equal} of {num_turns} turns")
