@@ -6,6 +6,7 @@ import pytest
 
 from millpond.config.sim_params import SimCostParams, SimRankParams
 from millpond.control.group_scheduler import GroupRole
+from millpond.core.hashing import HashChain
 from millpond.core.ids import RequestId
 from millpond.core.request import FinishReason, StateRestore
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
@@ -104,6 +105,29 @@ def test_whatever_goes_wrong_with_loads_every_turn_ends_with_its_text(has_state,
         num_hit = sum(stream.num_cached_tokens for stream in cluster.streams)
         assert num_hit < 4 * sum(ideal(TURNS))
         assert num_hit > 0 or policy == "exact"
+
+
+@pytest.mark.parametrize("groups", [SPLIT, MIXED], ids=["1p1d", "mixed"])
+@pytest.mark.parametrize("policy", list(StateRestore))
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_after_one_replay_everything_of_the_session_is_flagged_and_nothing_before(groups, policy, turn):
+    """A turn finds no state. Those after it find theirs, and build upon what it left all the same."""
+    turns = (*TURNS, (300, 200))
+    cluster = Cluster(ClusterShape(groups=groups, rank=SimRankParams(has_state=True)))
+    cluster.add_sessions(talk(1, turns, policy))
+    pool = cluster.kv_node.pool
+    assert cluster.kernel.run(lambda: len(cluster.streams) == turn + 1, 100 * SECOND_NS)
+    pool.forget_states()
+    assert cluster.run()
+    assert cluster.settle(), cluster.leftovers()
+    last = cluster.streams[-1].spec
+    chain = HashChain(pool.identity(policy).root)
+    chain.extend(last.prompt_ids)
+    flags = [bool(pool.approximate([digest], -1)) for digest in chain.digests]
+    num_exact = ideal(turns)[turn] // BLOCK_TOKENS if policy is StateRestore.REPLAY else len(flags)
+    assert flags == [False] * num_exact + [True] * (len(flags) - num_exact)
+    num_more = (last.num_prompt_tokens + 200 - 1) // BLOCK_TOKENS - len(flags)
+    assert pool.num_approximate == (len(flags) + num_more - num_exact if policy is StateRestore.REPLAY else 0)
 
 
 def test_cancel_at_every_moment_of_a_load_frees_everything_within_a_second():

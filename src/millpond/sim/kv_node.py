@@ -46,6 +46,8 @@ class _Load:
     num_valid: int
     """Blocks of them that really come."""
     state_position: int
+    approximate: frozenset[bytes]
+    """Blocks, and the state, that are downstream of a replay."""
     num_swapped: int = 0
     """Leading blocks that an engine was told to take over."""
 
@@ -91,12 +93,14 @@ class KvNode:
             self.num_refused += 1
         digests = chain.digests[:num_blocks]
         breaks = bool(num_blocks) and self._happens(self.faults.break_ratio)
+        state_position = self.pool.last_state(digests) if order.wants_state else -1
         load = _Load(
             attempt=order.attempt,
             digests=digests,
             ready_ns=self._ready_ns((owner, order.rank), num_blocks),
             num_valid=self.chance.below(num_blocks) if breaks else num_blocks,
-            state_position=self.pool.last_state(digests) if order.wants_state else -1,
+            state_position=state_position,
+            approximate=self.pool.approximate(digests, state_position),
         )
         if self._loads.setdefault((owner, order.request_id), load) is not load:
             raise InvariantBroken(f"{owner} loads {order.request_id} twice at once")
@@ -105,7 +109,7 @@ class KvNode:
             attempt=order.attempt,
             num_tokens=num_blocks * BLOCK_TOKENS,
             state_position=load.state_position,
-            is_approximate=self.pool.is_approximate(digests, load.state_position),
+            is_approximate=bool(load.approximate),
         )
         delay_ns = self.costs.load_setup_ns
         self.kernel.after(delay_ns, ORDER, lambda: deliver(answer))
@@ -120,6 +124,10 @@ class KvNode:
             raise InvariantBroken(f"{owner}: {order} without such a load")
         load.num_swapped = len(order.block_table)
         return load.digests[: load.num_valid]
+
+    def approximate(self, owner: str, request_id: RequestId) -> frozenset[bytes]:
+        """What of a load is downstream of a replay."""
+        return self._loads[owner, request_id].approximate
 
     def state(self, owner: str, copy: StateCopy) -> bytes:
         """Return the snapshot that came with a load."""

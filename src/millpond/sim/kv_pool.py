@@ -33,6 +33,11 @@ class KvPool:
         return len(self._blocks)
 
     @property
+    def num_approximate(self) -> int:
+        """Blocks of them that are downstream of a replay."""
+        return sum(self._blocks.values())
+
+    @property
     def num_states(self) -> int:
         """Snapshots that are kept."""
         return len(self._states)
@@ -45,10 +50,11 @@ class KvPool:
         """Keep a snapshot."""
         self._states.setdefault(digest, is_approximate)
 
-    def is_approximate(self, digests: Sequence[bytes], state_position: int) -> bool:
-        """Whether one of these blocks, or the snapshot at this position, is downstream of a replay."""
-        has_state = state_position > 0 and self._states[digests[state_position // BLOCK_TOKENS - 1]]
-        return has_state or any(self._blocks[digest] for digest in digests)
+    def approximate(self, digests: Sequence[bytes], state_position: int) -> frozenset[bytes]:
+        """Those of these blocks, and the snapshot at this position, that are downstream of a replay."""
+        last = digests[state_position // BLOCK_TOKENS - 1] if state_position > 0 else b""
+        blocks = {digest for digest in digests if self._blocks[digest]}
+        return frozenset(blocks | {last} if self._states.get(last) else blocks)
 
     def num_leading(self, digests: Sequence[bytes]) -> int:
         """How many leading blocks of a chain are there."""
@@ -58,6 +64,10 @@ class KvPool:
         """Leading tokens of the newest snapshot within a chain; -1 if there is none."""
         found = (i for i in range(len(digests), 0, -1) if digests[i - 1] in self._states)
         return next(found, 0) * BLOCK_TOKENS or -1
+
+    def forget_states(self) -> None:
+        """Lose all snapshots, which are in memory only, and no block."""
+        self._states.clear()
 
     def forget(self, chance: Chance, ratio: float) -> None:
         """Lose some of everything, as when memory dies before it was written down."""

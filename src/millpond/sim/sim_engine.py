@@ -7,7 +7,7 @@ is not there) is found here. A block or state is stood for by the digest of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millpond.core.errors import InvariantBroken
@@ -81,14 +81,23 @@ class SimEngine:
         """What was swapped into blocks."""
         self._states: dict[SlotId, bytes] = {}
         """What was written into slots before a first chunk."""
+        self._approximate: dict[RequestId, Collection[bytes]] = {}
+        """What of a request's load is downstream of a replay."""
 
     @property
     def num_sequences(self) -> int:
         """Sequences that were started and not forgotten."""
         return len(self._known)
 
-    def swap_in(self, swap: SwapIn, digests: Sequence[bytes]) -> None:
-        """Copy loaded blocks in; a load may have fewer than the swap names."""
+    def swap_in(self, swap: SwapIn, digests: Sequence[bytes], approximate: Collection[bytes] = ()) -> None:
+        """Copy loaded blocks in; a load may have fewer than the swap names.
+
+        Args:
+            swap: Where to.
+            digests: What.
+            approximate: Blocks and states of the load that are downstream of a replay.
+        """
+        self._approximate[swap.request_id] = approximate
         for block, digest in zip(swap.block_table, digests, strict=False):
             self._loaded[block] = (swap.request_id, digest)
 
@@ -249,6 +258,9 @@ class SimEngine:
         is_replay = chunk.write_begin > chunk.begin
         if is_replay and not (known.is_approximate and info.has_state):
             raise InvariantBroken(f"{chunk} of a sequence that is approximate: {known.is_approximate}")
+        approximate = self._approximate.pop(chunk.request_id, ())
+        if not known.is_approximate and any(each in approximate for each in known.digests(num_loaded)):
+            raise InvariantBroken(f"{chunk} builds upon what is approximate, and is said to be exact")
         if is_replay and chunk.begin > chunk.write_begin - info.replay_tokens:
             raise InvariantBroken(f"{chunk} replays fewer than {info.replay_tokens} tokens")
         if info.has_state and not is_replay and chunk.begin != known.num_restored_tokens:

@@ -176,7 +176,9 @@ class SimLeader:
         for load in plan.loads:
             self._kv_node.start(self._owner, self._on_answer, load)
         for swap in plan.swaps:
-            self._engines[swap.rank].swap_in(swap, self._kv_node.swap_in(self._owner, swap))
+            digests = self._kv_node.swap_in(self._owner, swap)
+            approximate = self._kv_node.approximate(self._owner, swap.request_id)
+            self._engines[swap.rank].swap_in(swap, digests, approximate)
         for send in plan.sends:
             self._handoffs.send(self._owner, self._on_answer, send)
         for receive in plan.receives:

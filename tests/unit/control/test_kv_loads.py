@@ -26,7 +26,7 @@ class Group:
         self.scheduler = make_scheduler(role, params=GroupParams(prefill=prefill), **more)
         self.engines = Engines(1, **more)
         self.loads, self.swaps, self.ends, self.chunks, self.starts = [], [], [], [], []
-        self.restored, self.outputs, self.finished, self.sends = [], [], [], []
+        self.restored, self.outputs, self.finished, self.sends, self.finishes = [], [], [], [], []
 
     def assign(self, name="r", num_prompt=600, max_tokens=1, **more):
         spec = make_spec(name, num_prompt, max_tokens, **more)
@@ -36,8 +36,8 @@ class Group:
         self.scheduler.advance(0, Assigned(make_assign(spec, prefill, decode)))
         return spec
 
-    def loaded(self, name, num_tokens, state_position=-1, attempt=0):
-        self.scheduler.advance(0, Loaded(RequestId(name), attempt, num_tokens, state_position))
+    def loaded(self, name, num_tokens, state_position=-1, attempt=0, **more):
+        self.scheduler.advance(0, Loaded(RequestId(name), attempt, num_tokens, state_position, **more))
 
     def plan(self):
         plan = self.scheduler.next_plan(0)
@@ -47,6 +47,7 @@ class Group:
             self.swaps += plan.swaps
             self.ends += plan.unloads
             self.sends += plan.sends
+            self.finishes += plan.finishes
             self.outputs += [token for _, token in plan.outputs]
             self.finished += plan.ended
             for rank in plan.ranks:
@@ -353,6 +354,52 @@ def test_a_model_with_state_begins_where_its_state_is_right_or_replays(
     assert [start.num_stored_blocks for start in group.starts] == [4]
     assert [token.num_cached_tokens for token in group.outputs] == [chunks[0][1]]
     assert len(group.ends) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "num_tokens", "position", "is_approximate"),
+    [
+        (STATE, StateRestore.REPLAY, 512, 512, True),
+        (STATE, StateRestore.REPLAY, 512, 128, True),
+        (STATE, StateRestore.REPLAY, 512, -1, True),
+        (STATE, StateRestore.REPLAY, 0, -1, False),
+        (STATE, StateRestore.EXACT, 512, 512, False),
+        (STATE, StateRestore.EXACT, 512, -1, False),
+        ({}, StateRestore.REPLAY, 512, -1, False),
+    ],
+)
+def test_what_begins_with_what_may_be_approximate_is_unless_nothing_ever_is(
+    model, policy, num_tokens, position, is_approximate
+):
+    """Its state is right, and all the same: what it was made of is not."""
+    group = Group(GroupRole.PREFILL, **model)
+    group.assign(num_cached=512, state_restore=policy, max_tokens=4)
+    group.run()
+    group.loaded("r", num_tokens, position, is_approximate=True)
+    group.run()
+    assert [start.is_approximate for start in group.starts] == [is_approximate]
+    assert [finish.is_approximate for finish in group.finishes] == [is_approximate]
+
+
+def test_what_nothing_is_left_of_after_a_loss_makes_nothing_approximate():
+    group = Group(**STATE)
+    group.assign(num_cached=512)
+    group.run()
+    group.loaded("r", 512, 512, is_approximate=True)
+    group.step(lost={"r": 0})
+    group.run()
+    assert [start.is_approximate for start in group.starts] == [True, False]
+
+
+@pytest.mark.parametrize("is_approximate", [False, True])
+def test_a_decode_rank_flags_what_follows_an_approximate_prefill(is_approximate):
+    group = Group(GroupRole.DECODE, **STATE)
+    spec = group.assign(max_tokens=4, num_prompt=640, kv=KV)
+    group.run()
+    first = token_at(spec.sampling, 640)
+    group.scheduler.advance(0, HandoffArrived(RequestId("r"), 0, first, is_approximate))
+    group.run()
+    assert [start.is_approximate for start in group.starts] == [is_approximate]
 
 
 def test_a_replay_writes_no_block_below_the_hit_however_it_is_cut():

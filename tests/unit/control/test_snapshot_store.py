@@ -29,6 +29,15 @@ def test_the_last_one_at_or_before_the_end_is_found():
     assert store.find(0, CHAIN[: 10 + MAX_BLOCKS_BACK]) is None
 
 
+def test_what_was_approximate_when_it_was_kept_stays_so():
+    store = SnapshotStore(100, 1000)
+    for index in (3, 5):
+        store.put(0, CHAIN[index], (index + 1) * 128, b"x", is_approximate=index == 5)
+        store.put(1, CHAIN[index], (index + 1) * 128, b"x", is_approximate=index == 3)  # kept already
+    found = [store.find(now_ns, CHAIN[: index + 1]) for now_ns in (2, 3) for index in (3, 5)]
+    assert [each.is_approximate for each in found] == [False, True] * 2  # type: ignore[union-attr]
+
+
 def test_one_under_a_wrong_position_is_not_found():
     store = SnapshotStore(100, 1000)
     store.put(0, CHAIN[3], 3 * 128, b"x")

@@ -52,8 +52,9 @@ class Host:
     server: DramServer
     clock: HandClock
 
-    def put(self, chain: BlockChain, begin: int = 0, end: int | None = None) -> int:
-        return self.level.put(chain, begin, blocks_of(chain, begin, end), deadline_ns=soon())
+    def put(self, chain: BlockChain, begin: int = 0, end: int | None = None, *, lineage: int = 0) -> int:
+        blocks = blocks_of(chain, begin, end)
+        return self.level.put(chain, begin, blocks, deadline_ns=soon(), lineage=lineage)
 
     def put_in_slots(self, chain: BlockChain, begin: int = 0, end: int | None = None) -> list[SlotRef]:
         """As a rank does: through another mapping of the arena, into slots that were lent."""

@@ -185,6 +185,20 @@ def test_exact_and_approximate_blocks_never_share_an_extent(made: Hosts) -> None
     ]
 
 
+def test_an_exact_tail_that_makes_a_window_full_leaves_approximate_blocks_out(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(32)
+    host.put(chain, 0, 20, lineage=1)
+    host.level.spill_all(deadline_ns=soon())
+    host.put(chain)
+    host.level.spill_all(deadline_ns=soon())
+    host.level.check()
+    hit = made.made.pool.match(chain)
+    assert [(part.begin, part.end, part.location.lineage) for part in hit.extents] == [
+        (0, 20, 1),
+        (20, 32, 0),
+    ]
+
+
 def test_sessions_that_part_inside_a_window_are_both_written_whole(made: Hosts) -> None:
     host, chain = made.add("h0"), chain_of(5)
     other = chain_of(5, first_id=10**6)

@@ -25,7 +25,7 @@ from millpond.store.load_state import LoadResult, TieredLoad
 from millpond.store.net.framing import VERSION, FrameSocket, welcome
 from millpond.store.net.messages import Hello, Location, Match, Matched, PeerBlock, PeerRead
 from tests.unit.store.dram_hosts import Got, Host, Hosts, hosts, other_chain
-from tests.unit.store.pool_cluster import LAYOUT, bytes_of, chain_of, soon
+from tests.unit.store.pool_cluster import LAYOUT, blocks_of, bytes_of, chain_of, soon
 
 NUM_ROWS = len(LAYOUT.rows)
 
@@ -101,6 +101,61 @@ def test_memory_peers_and_disks_make_one_prefix_in_any_order(made: Hosts) -> Non
     here.put(chain, 46, 50)  # behind a hole
     assert here.read(chain) == Got(45, 4, 5, 36)
     assert here.read(chain) == Got(45, 45, 0, 0), "all of it stays in memory"
+
+
+def is_approximate(host: Host, chain: BlockChain) -> bool:
+    """As a load is told when it begins; it is carried out, too."""
+    load = host.begin(chain)
+    assert load is not None
+    assert host.run(load).num_blocks == len(chain.digests)
+    host.loader.release(load)
+    host.loader.check()
+    return load.is_approximate
+
+
+def test_a_load_with_what_is_downstream_of_a_replay_says_so_wherever_it_is(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(8)
+    exact = replace(chain, digests=chain.digests[:4])
+    here.put(chain, 0, 4)
+    here.put(chain, 4, 8, lineage=1)
+    assert not is_approximate(here, exact)
+    assert is_approximate(here, chain)
+    assert is_approximate(there, exact), "nobody knows before it is here"
+    assert not is_approximate(there, exact)
+    assert is_approximate(there, chain)
+    assert is_approximate(there, chain), "it came with its lineage"
+    here.level.spill_all(deadline_ns=soon())
+    third = made.add("h2")
+    made.directory.leave("h0", here.level.arena.epoch)
+    made.directory.leave("h1", there.level.arena.epoch)
+    assert not is_approximate(third, exact)
+    assert is_approximate(third, chain)
+    assert is_approximate(third, chain)
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_load_that_began_as_exact_never_takes_what_is_not(made: Hosts, *, is_on_disk: bool) -> None:
+    """One of its blocks is damaged while it goes on; what others have is from downstream of a replay."""
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(4)
+    here.put(chain)
+    load = here.begin(chain)
+    assert load is not None
+    assert not load.is_approximate
+    flip_a_bit(made, here, chain, 2)
+    if is_on_disk:
+        made.made.pool.put(chain, 0, blocks_of(chain), deadline_ns=soon(), lineage=1)
+    else:
+        name = chain.hashes_of(2, 3)
+        (place,) = made.directory.find(name)
+        assert place is not None
+        assert made.directory.swap(name, place, None)
+        there.put(chain, lineage=1)
+    assert here.run(load).num_blocks == 2
+    here.loader.release(load)
+    assert not is_approximate(here, replace(chain, digests=chain.digests[:2]))
+    assert is_approximate(here, chain)
 
 
 def test_the_lane_counts_row_by_row_and_what_it_counts_is_there(made: Hosts) -> None:

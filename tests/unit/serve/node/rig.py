@@ -132,19 +132,32 @@ class Rank:
         epoch = daemon.memory.arena.epoch
         poll(lambda: self.client.epoch == epoch and self.client.num_free_slots >= num_slots, "a lease")
 
-    def put(self, of: BlockChain, begin: int = 0, end: int | None = None, *, request: str = "put") -> None:
+    def put(
+        self,
+        of: BlockChain,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        request: str = "put",
+        is_approximate: bool = False,
+    ) -> None:
         """Write blocks into slots and hand them over, as far as slots come."""
         end = len(of.digests) if end is None else end
         for index in range(begin, end):
-            poll(partial(self._put_one, of, index, request), f"a slot for block {index}")
+            poll(
+                partial(self._put_one, of, index, request, is_approximate=is_approximate),
+                f"a slot for block {index}",
+            )
 
-    def _put_one(self, of: BlockChain, index: int, request: str) -> bool:
+    def _put_one(self, of: BlockChain, index: int, request: str, *, is_approximate: bool) -> bool:
         slot = self.client.take_slot()
         if slot is None:
             return False
         slot.view[:] = bytes_of(of.digests[index])
         digests = of.digests[: index + 1]
-        self.client.put(RequestId(request), 0, identity(of), index, digests, [slot])
+        self.client.put(
+            RequestId(request), 0, identity(of), index, digests, [slot], is_approximate=is_approximate
+        )
         return True
 
     def order(

@@ -67,6 +67,33 @@ def test_a_load_brings_the_last_state_at_or_before_its_end(made: Rig):
     daemon.check()
 
 
+def test_where_blocks_or_state_are_approximate_the_load_says_so_on_every_host(made: Rig):
+    """An exact state among exact blocks, an approximate one among them, and approximate blocks."""
+    one, first = start(made)
+    _, second = start(made, "h1")
+    of = chain(10)
+    first.put(of, end=6)
+    first.put(of, 6, is_approximate=True)
+    keep(first, one, 3, 3, num_held=1)
+    flagged = SnapshotPut(identity(of), of.digests[4], 5 * 128, state(5), is_approximate=True)
+    first.client.snapshot(flagged)
+    poll(lambda: one.memory.snapshots.num_held == 2, "the other state")
+
+    def answers(rank: Rank) -> list[tuple[int, int, bool]]:
+        told: list[tuple[int, int, bool]] = []
+        for num_blocks in (4, 6, 10):
+            request = rank.order(num_blocks, wants_state=True)
+            answer = rank.answer(request)
+            rank.finish(request)
+            rank.client.end(request, 0)
+            told.append((answer.num_tokens, answer.state_position, answer.is_approximate))
+        return told
+
+    right = [(512, 384, False), (768, 640, True), (1280, 640, True)]
+    assert answers(first) == right
+    poll(lambda: answers(second) == right, "what the other host has, which is known once it is here")
+
+
 def test_a_newer_state_of_a_sequence_takes_the_place_of_the_older(made: Rig):
     daemon, rank = start(made)
     rank.put(chain(10))

@@ -24,14 +24,14 @@ CLOSE_LIMIT_NS = SECOND_NS
 """A close needs about a millisecond, and about a tick if a thread is in the middle of a copy."""
 
 
-def send_all(pair: Pair, send: HandoffSend, first_token_id: int = 7) -> None:
+def send_all(pair: Pair, send: HandoffSend, first_token_id: int = 7, *, is_approximate: bool = False) -> None:
     """As a prefill would: two steps, the rows of each in order."""
     pair.sender.start(send)
     half = num_blocks_for(send.num_tokens) // 2
     for num_blocks in (half, num_blocks_for(send.num_tokens)):
         for row in range(3):
             pair.sender.rows_ready(send.request_id, send.attempt, row, num_blocks)
-    pair.sender.finish(send.request_id, send.attempt, first_token_id)
+    pair.sender.finish(send.request_id, send.attempt, first_token_id, is_approximate=is_approximate)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 300, 1280])
@@ -50,6 +50,14 @@ def test_a_sequence_arrives_whole(pair: Pair, num_tokens: int, is_expected_first
     pair.assert_equal_bytes(send, receive)
     until(lambda: pair.sender.stats().num_used_slots == 0)
     assert pair.receiver.stats().num_mismatches == 0
+
+
+@pytest.mark.parametrize("is_approximate", [False, True])
+def test_the_decode_side_hears_whether_what_arrives_is_approximate(pair: Pair, is_approximate: bool) -> None:
+    send, receive = pair.send_order(), pair.receive_order()
+    pair.receiver.expect(receive)
+    send_all(pair, send, is_approximate=is_approximate)
+    assert pair.receiver_posts.next() == HandoffArrived(receive.request_id, 0, 7, is_approximate)
 
 
 def test_rows_travel_before_the_prompt_is_finished(pair: Pair) -> None:
