@@ -24,11 +24,14 @@ import pytest
 from millpond.core.chance import Chance
 from millpond.core.request import SamplingParams
 from millpond.engine.synthetic import expected_tokens
+from millpond.serve.pool_processes import is_pool_up
+from millpond.serve.run_folder import RunFolder, run_path
 from millpond.serve.status import fetch_pool_status
 from tests.integration.conftest import Service, wait_until
 
 BLOCK = 128
 SHORT_S = 12
+MIN_FAULTS = 3
 NUM_SESSIONS = 5
 MAX_TURNS = 7
 BOUND_S = 100.0
@@ -267,10 +270,7 @@ class Faults:
 
     def _disturb(self, now: float) -> None:
         role = ("rank", "node", "node", "storage", "metadata")[self._chance.below(5)]
-        pids = self._service.pids_of_role(role)
-        if role in {"rank", "node"}:
-            # Who dies while it starts disturbs nobody.
-            pids = sorted(self._pids_up().intersection(pids))
+        pids = sorted(self._pids_up(role))  # who dies while it starts disturbs nobody
         if not pids:
             return
         pid = pids[self._chance.below(len(pids))]
@@ -294,13 +294,18 @@ class Faults:
             return
         self.counts[f"{role} {'killed' if is_kill else 'frozen'}"] += 1
 
-    def _pids_up(self) -> set[int]:
-        """Leaders and node daemons that serve."""
-        status = self._service.status
-        found = {group["pid"] for group in status["groups"].values()}
-        return found | {
-            node["pid"] for node in status["nodes"].values() if node["values"].get("millpond_node_puts_total")
-        }
+    def _pids_up(self, role: str) -> set[int]:
+        """Processes of a role that serve, if all others of their kind do too."""
+        service = self._service
+        pids = set(service.pids_of_role(role))
+        if role in {"storage", "metadata"}:
+            return pids if is_pool_up(service.config, RunFolder(run_path(service.config))) else set()
+        status = service.status
+        if role == "rank":
+            up = {group["pid"] for group in status["groups"].values()}
+            return pids & up if len(up) == len(service.config.groups) else set()
+        nodes = (status["nodes"][name] for name in status["nodes"] if name.startswith("node-"))
+        return pids & {node["pid"] for node in nodes if node["values"]["millpond_node_puts_total"]}
 
     @staticmethod
     def _thaw(victim: Victim) -> None:
@@ -321,7 +326,10 @@ def test_campaign_kv_never_a_wrong_token_and_nothing_left_over(
     try:
         wait_until(lambda: record.counts["cached"] > 0 or bool(record.problems), BOUND_S, "a hit")
         end = time.monotonic() + (num_rounds or SHORT_S)
-        while time.monotonic() < end and not record.problems:
+        last = end + BOUND_S  # a loaded machine gives few chances
+        while (
+            time.monotonic() < (last if faults.counts.total() < MIN_FAULTS else end) and not record.problems
+        ):
             faults.turn()
             stop.wait(0.1)
     finally:
@@ -333,7 +341,7 @@ def test_campaign_kv_never_a_wrong_token_and_nothing_left_over(
     assert record.problems == []
     assert not any(agent.is_alive() for agent in agents), "a call hangs"
     assert record.counts["turns"] > 0
-    assert sum(faults.counts.values()) >= 3
+    assert faults.counts.total() >= MIN_FAULTS
     check_rest(service)
     check_deaths(service)
     check_works(agents[0], record)
