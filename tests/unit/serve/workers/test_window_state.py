@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from millpond.control.decode_scheduler import DecodeParams
 from millpond.control.group_scheduler import GroupParams, GroupRole
 from millpond.control.prefill_scheduler import PrefillParams
+from millpond.core.hashing import BLOCK_HASH_BYTES, HashChain
 from millpond.core.request import StateRestore
 from millpond.engine.model.engine import MemoryPlan, V41Engine
 from tests.unit.engine.model.tiny_v41 import EXACT, prompt, tiny_model
-from tests.unit.serve.workers.kv_service import kv_service
+from tests.unit.serve.workers.kv_service import IDENTITY, kv_service
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_the_next_turn_is_as_if_everything_were_computed(
 
 
 @pytest.mark.parametrize("policy", list(StateRestore))
-def test_without_a_snapshot_exact_computes_and_replay_is_flagged(model, policy):
+def test_without_a_snapshot_exact_computes_and_what_replay_leaves_is_flagged(model, policy):
     token_ids = ids(400, seed=2)
     with kv_service(snapshots=0) as service:
         warm = Warm(service, model)
@@ -86,6 +87,14 @@ def test_without_a_snapshot_exact_computes_and_replay_is_flagged(model, policy):
             assert answer.token_ids == warm.cold(token_ids, 5)
         else:
             assert answer.num_cached_tokens == 384 - warm.group.runner.engine.replay_tokens
+        more = ids(700, seed=2)
+        warm.ask("c", more, 1, state_restore=policy)
+        service.settle()
+        chain = HashChain(IDENTITY.root)
+        chain.extend(more)
+        blocks = service.daemon.memory.level.blocks
+        lineages = [blocks.lineage(digest[:BLOCK_HASH_BYTES]) for digest in chain.digests]
+        assert lineages == ([0] * 5 if policy is StateRestore.EXACT else [0, 0, 0, 1, 1])
 
 
 def test_branches_of_one_prompt(model):
