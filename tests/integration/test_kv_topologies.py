@@ -31,7 +31,7 @@ SHARED = 300
 FIRST_PROMPTS = (SHARED + 1, 4 * BLOCK, 4 * BLOCK + 1, 700, 6 * BLOCK - NUM_OUTPUT + 1)
 """Whole blocks, one token more, and an answer whose last token would fill a block but is not computed."""
 DEADLINE_S = 60.0
-PUT_SLOTS = 64
+PUT_SLOTS = 32
 """Of a rank: a block that finds none free is not kept."""
 
 POOL = f"""
