@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -60,15 +61,17 @@ class Played:
 
 
 class _LoggingClient(StreamClient):
-    """Remembers prompts and answers; adds fields to what is asked."""
+    """Remembers prompts and answers; adds fields to what is asked; if it is to be cold, also a new salt."""
 
-    def __init__(self, *arguments: Any, fields: Mapping[str, Any], **options: Any) -> None:
+    def __init__(self, *arguments: Any, fields: Mapping[str, Any], is_cold: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._fields = fields
+        self._salts = (f"cold {number}" for number in itertools.count()) if is_cold else None
         self.log: dict[int, tuple[list[int], RequestRecord]] = {}
 
     async def stream(self, index: int, path: str, body: dict[str, Any]) -> RequestRecord:
-        record = await super().stream(index, path, {**body, **self._fields})
+        salt = {} if self._salts is None else {"cache_salt": next(self._salts)}
+        record = await super().stream(index, path, {**body, **self._fields, **salt})
         self.log[id(record)] = (body["prompt"], record)
         return record
 
@@ -100,6 +103,8 @@ class Service:
         sessions: Sequence[Session],
         begun: Mapping[str, list[int]] | None = None,
         fields: Mapping[str, Any] | None = None,
+        *,
+        is_cold: bool = False,
     ) -> Played:
         """Play sessions, all at once.
 
@@ -107,12 +112,14 @@ class Service:
             sessions: Turn by turn.
             begun: Tokens that sessions have already, by name: their last prompt and its answer.
             fields: Sent with each request.
+            is_cold: No request finds what another one left.
         """
         with httpx.Client(base_url=self.url, timeout=60) as http:
             server = ServerInfo(http)
             self.vocabulary = self.vocabulary or server.vocabulary()
             before = _counters(http)
-            records, log = asyncio.run(self._play(sessions, server.model, begun or {}, fields or {}))
+            player = self._play(sessions, server.model, begun or {}, fields or {}, is_cold=is_cold)
+            records, log = asyncio.run(player)
             return Played(records, log, difference(before, _counters(http)))
 
     async def _play(
@@ -121,11 +128,15 @@ class Service:
         model: str,
         begun: Mapping[str, list[int]],
         fields: Mapping[str, Any],
+        *,
+        is_cold: bool,
     ) -> tuple[list[SessionRecord], list[dict[str, Any]]]:
         order: list[TurnRecord] = []
         timeout = httpx.Timeout(30, read=900, pool=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=timeout) as http:
-            client = _LoggingClient(http, model, time.monotonic_ns, ignore_eos=True, fields=fields)
+            client = _LoggingClient(
+                http, model, time.monotonic_ns, ignore_eos=True, fields=fields, is_cold=is_cold
+            )
             player = _ContinuingPlayer(client, self.vocabulary, model, order.append, begun=begun)
             records = await player.play(sessions, len(sessions))
         log = [
@@ -237,11 +248,11 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def growing_sessions(num_sessions: int, num_turns: int) -> list[Session]:
+def growing_sessions(num_sessions: int, num_turns: int, kind: str = "agent") -> list[Session]:
     """The workload of the levels: each prompt is the one before, its answer, and something new."""
     sessions: list[Session] = []
     for number in range(num_sessions):
-        name = f"agent{number}"
+        name = f"{kind}{number}"
         turns = [Turn(0, (Piece(f"{name}/0", FIRST_TOKENS),), OUTPUT_TOKENS)]
         for turn in range(1, num_turns):
             kept = turns[-1].num_prompt_tokens + OUTPUT_TOKENS

@@ -6,8 +6,8 @@ generated; prompts are token ids, so that nothing is lost to tokenising answers 
 folder of its own. The ideal comes from `kv_ideal`, which knows only the log of what was asked.
 
 A quick run has one model, the small V4.1, and one service, exact throughout, so that the last turn computed
-cold must equal what was answered warm. With the pool off the sessions alone compute for a minute: a quick run
-does that only where `--only` names its level.
+cold must equal what was answered warm. For the job time without the pool it plays one session alone, once as
+ever and once with a salt of its own for each turn, so that none finds anything.
 """
 
 from __future__ import annotations
@@ -82,20 +82,21 @@ def _measure_quick(report: Report, folder: Path, model: str) -> None:
         on = service.play(sessions, fields=EXACT_FIELDS)
         last = on.log[-1]
         cold, _ = service.complete(last["prompt"], cache_salt="cold", **EXACT_FIELDS)
+        alone = growing_sessions(1, QUICK_SIZE[1], "alone")
+        warm_s, cold_s = (
+            service.play(alone, fields=EXACT_FIELDS, is_cold=is_cold).jct_s for is_cold in (False, True)
+        )
     found = sums(on.log)
-    report.figures[V41] = {"jct_on_s": on.jct_s, "tokens": found}
-    values: dict[str, float | None] = {
+    report.figures[V41] = {"jct_on_s": on.jct_s, "alone_on_s": warm_s, "alone_off_s": cold_s, "tokens": found}
+    values = {
         "hit_tokens_vs_ideal": found["cached"] / found["ideal"],
         "persist_step_overhead": _overhead(on),
         "cold_warm_equal_exact": float(cold == last["output"] and last["cached"] > 0),
-        "jct_vs_pool_off": None,
+        "jct_vs_pool_off": warm_s / cold_s,
     }
-    if "jct_vs_pool_off" in report.only:
-        with _service(folder / "off", model, MEMORY[V41], EXACT, NO_MATCH) as service:
-            values["jct_vs_pool_off"] = on.jct_s / service.play(sessions, fields=EXACT_FIELDS).jct_s
     for level, value in values.items():
         if report.wants(level):
-            report.add(level, value, "takes over a minute: full runs, or --only" if value is None else V41)
+            report.add(level, value, V41)
 
 
 def _measure_sessions(report: Report, folder: Path, models: dict[str, str]) -> None:
