@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,12 @@ def test_two_services_do_not_share_a_pool(tmp_path: Path, synthetic_toml: str):
         "--port",
         "0",
     ]
-    command += ["--state-dir", str(tmp_path / "state"), "--set", f"supervise.run_dir={tmp_path / 'r'}"]
-    with PoolFolder(tmp_path / "state" / "pool").claimed():
+    command += ["--state-dir", str(tmp_path / "state"), "--set"]
+    with (
+        tempfile.TemporaryDirectory(prefix="mp-") as run_dir,  # its path must be short
+        PoolFolder(tmp_path / "state" / "pool").claimed(),
+    ):
+        command.append(f"supervise.run_dir={run_dir}")
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert "stop it, or use another folder" in result.stderr
