@@ -34,7 +34,6 @@ from millpond.core.node_messages import (
     NodeHello,
     NodePing,
     NodeWelcome,
-    Put,
     PutClose,
     PutSlots,
     SnapshotPut,
@@ -44,6 +43,7 @@ from millpond.core.request import KvIdentity
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
 from millpond.serve.node.free_slots import FreeSlots, PutSlot
 from millpond.serve.node.node_load import NodeLoad
+from millpond.serve.node.put_line import PutCounts, PutLine, PutOrder
 from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
 from millpond.store.dram_arena import DramArena
 
@@ -57,17 +57,6 @@ Key = tuple[RequestId, int]
 """(request, attempt)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PutOrder:
-    request_id: RequestId
-    attempt: int
-    kv: KvIdentity
-    first_block: int
-    digests: tuple[bytes, ...]
-    slots: tuple[PutSlot, ...]
-    is_approximate: bool
-
-
 @dataclass(slots=True)
 class ClientCounts:
     """Since the start."""
@@ -77,10 +66,6 @@ class ClientCounts:
     """Loads of which nothing will come, by reason."""
     voided: int = 0
     """Loads that were held when the daemon was gone."""
-    puts: int = 0
-    """Blocks handed over."""
-    puts_lost: int = 0
-    """Blocks written for a daemon that was gone."""
     snapshots: int = 0
     snapshots_lost: int = 0
 
@@ -127,9 +112,8 @@ class NodeClient:
         self._loads: dict[Key, NodeLoad] = {}
         self._by_number: dict[int, NodeLoad] = {}
         self._num_loads = 0
-        self._slots = FreeSlots()
-        self._told: dict[Key, int] = {}
-        """Blocks whose digests the daemon knows, by sequence. The thread's own."""
+        self._slots = FreeSlots(layout.block_bytes, num_put_slots)
+        self._puts = PutLine(self._slots, self._send)
         self._heard_ns = self._sent_ns = 0
         self._hello_ns = time.monotonic_ns()
         self._is_stopping = threading.Event()
@@ -144,8 +128,18 @@ class NodeClient:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that could be taken."""
+        """Lent slots that could be taken."""
         return len(self._slots)
+
+    @property
+    def num_aside(self) -> int:
+        """Blocks that wait for a slot, or are being written."""
+        return self._slots.num_spare
+
+    @property
+    def put_counts(self) -> PutCounts:
+        """What became of the blocks that were put."""
+        return self._puts.counts
 
     # --- loads -------------------------------------------------------------------------------
 
@@ -178,8 +172,9 @@ class NodeClient:
     # --- puts --------------------------------------------------------------------------------
 
     def take_slot(self) -> PutSlot | None:
-        """A free slot to write a block into; None: there is none now. It must come back by `put` or
-        `give_back`, and soon: without it, a lost daemon is not greeted again.
+        """Where to write a block: a lent slot, or a buffer from which it goes into the next one; None: no
+        room now, or no daemon. It must come back by `put` or `give_back`, and soon: without it, a lost daemon
+        is not greeted again.
         """
         # A rank that was frozen for long may come here before its own thread has noticed.
         is_fresh = time.monotonic_ns() - self._sent_ns < self._lease_ns
@@ -211,8 +206,7 @@ class NodeClient:
             slots: One per block.
             is_approximate: Computed downstream of a bounded replay.
         """
-        order = _PutOrder(request_id, attempt, kv, first_block, tuple(digests), tuple(slots), is_approximate)
-        self._slots.let_go(len(slots))
+        order = PutOrder(request_id, attempt, kv, first_block, tuple(digests), tuple(slots), is_approximate)
         self._orders.post(order)
 
     def close_put(self, request_id: RequestId, attempt: int) -> None:
@@ -241,9 +235,13 @@ class NodeClient:
                     self._on_message(message)
                 for order in self._orders.take():
                     self._carry_out(order)
+                self._puts.hand_over()
                 self._keep_lease(time.monotonic_ns())
                 self._answer_late(time.monotonic_ns())
                 wait_any((self._dealer, self._orders), self._wait_s(time.monotonic_ns()))
+            for order in self._orders.take():
+                self._carry_out(order)
+            self._puts.hand_over()
         except BaseException as error:
             self.failure = error
             self._void("failed")
@@ -302,17 +300,14 @@ class NodeClient:
             return
         view = self._arena.view
         slots = [PutSlot(*slot, message.incarnation, view(slot[0])) for slot in message.slots]
-        self._slots.extend(message.incarnation, slots)
+        self._puts.extend(message.incarnation, slots)
 
     def _carry_out(self, order: object) -> None:
         match order:
             case (NodeLoad() as load, LoadStart() as start):
                 self._ask(load, start)
-            case _PutOrder():
-                self._put(order)
-            case PutClose():
-                if self._told.pop((order.request_id, order.attempt), None) is not None:
-                    self._send(order)
+            case PutOrder() | PutClose():
+                self._puts.add(order)
             case LoadCancel():
                 self._send(order)
             case SnapshotPut():
@@ -341,26 +336,6 @@ class NodeClient:
         )
         if not self._send(message):
             self._refuse(load, "no_daemon")
-
-    def _put(self, order: _PutOrder) -> None:
-        key = (order.request_id, order.attempt)
-        incarnations = {slot.incarnation for slot in order.slots}
-        end = order.first_block + len(order.slots)
-        first_told = order.first_block if self._told.get(key) == order.first_block else 0
-        message = Put(
-            request_id=order.request_id,
-            attempt=order.attempt,
-            kv=order.kv,
-            first_block=order.first_block,
-            digests=b"".join(order.digests[first_told:end]),
-            slots=tuple((slot.slot, slot.generation) for slot in order.slots),
-            is_approximate=order.is_approximate,
-        )
-        if incarnations == {self._incarnation} and self._send(message):
-            self._told[key] = end
-            self.counts.puts += len(order.slots)
-        else:
-            self.counts.puts_lost += len(order.slots)
 
     def _send(self, message: object) -> bool:
         """Send, if the daemon lives and knows us."""
@@ -422,8 +397,7 @@ class NodeClient:
     def _void(self, reason: str) -> None:
         """Let go of everything that a life of the daemon had given us."""
         self._arena = None  # unmapped when nobody reads it any more
-        self._slots.clear()
-        self._told.clear()
+        self._puts.void()
         for load in self._by_number.copy().values():
             self.counts.voided += load.is_held
             self._refuse(load, reason)

@@ -101,6 +101,7 @@ class RankKv:
     def counters(self) -> dict[str, float]:
         """What happened, as metrics."""
         swaps, kept, node = self.swaps.stats(), self.persister.stats, self.node.counts
+        puts = self.node.put_counts
         return {
             "millpond_swap_ins_open": swaps.num_open,
             "millpond_swap_in_rows_total": swaps.num_rows,
@@ -109,7 +110,8 @@ class RankKv:
             "millpond_swap_in_wait_seconds_total": swaps.wait_seconds,
             "millpond_swap_in_broken_total": swaps.num_broken,
             "millpond_persist_blocks_total": kept.num_blocks,
-            "millpond_persist_skipped_total": kept.num_skipped + node.puts_lost,
+            "millpond_persist_skipped_total": kept.num_skipped + puts.lost,
+            "millpond_persist_aside_total": puts.aside,
             "millpond_persist_seconds_total": kept.seconds,
             "millpond_persist_states_total": kept.num_states,
             "millpond_compute_seconds_total": self.compute_ns / SECOND_NS,

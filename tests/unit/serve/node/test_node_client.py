@@ -10,6 +10,7 @@ import pytest
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import Loaded
+from millpond.core.ids import RequestId
 from millpond.core.node_messages import (
     Load,
     LoadAccepted,
@@ -18,6 +19,7 @@ from millpond.core.node_messages import (
     NodeHello,
     NodeWelcome,
     Put,
+    PutClose,
     PutSlots,
 )
 from millpond.serve.node.client import NodeClient
@@ -165,7 +167,9 @@ def test_slots_of_an_earlier_lease_are_not_used(made: Rig):
     slot = fake.rank.client.take_slot()
     assert slot is not None
     assert slot.slot == 2
-    assert fake.rank.client.take_slot() is None
+    aside = fake.rank.client.take_slot()
+    assert aside is not None
+    assert aside.is_spare
 
 
 def test_a_lost_daemon_is_not_greeted_before_the_last_copy_has_ended(made: Rig):
@@ -182,7 +186,7 @@ def test_a_lost_daemon_is_not_greeted_before_the_last_copy_has_ended(made: Rig):
     fake.rank.client.put(fake.rank.order(1), 0, identity(of), 0, of.digests, [slot])
     fake.welcome()
     assert not any(isinstance(message, Put) for message in fake.received)
-    assert fake.rank.client.counts.puts_lost == 1
+    assert fake.rank.client.put_counts.lost == 1
 
 
 def test_an_arena_of_another_layout_is_not_used(made: Rig):
@@ -267,6 +271,69 @@ def test_a_slot_that_comes_back_after_its_lease_is_not_taken_again(made: Rig):
     client.give_back(slot)
     assert client.num_free_slots == 0
     assert fake.welcome() > incarnation
+
+
+def test_blocks_without_a_slot_wait_aside_in_their_order(made: Rig):
+    """One slot is lent at a time; a sequence's end comes after its blocks, and those of others too."""
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    client, of = fake.rank.client, chain(4)
+    fake.send(PutSlots(((0, 0),), incarnation))
+    poll(lambda: client.num_free_slots, "a slot")
+    fake.rank.put(of, 0, 2)
+    fake.rank.put(of, 2, 3)
+    client.close_put(RequestId("put"), 0)
+    fake.rank.put(chain(1, 900_000), request="other")
+    assert client.num_aside == 3
+    for number in range(4):
+        owner = chain(1, 900_000) if number == 3 else of
+        put = fake.expect(Put)
+        assert isinstance(put, Put)
+        assert (put.first_block, put.slots) == (number % 3, ((number, 0),))
+        assert fake.arena.view(number).tobytes() == bytes_of(owner.digests[number % 3]).tobytes()
+        assert not any(isinstance(message, Put) for message in fake.received)
+        fake.send(PutSlots(((number + 1, 0),), incarnation))
+        if number == 2:
+            fake.expect(PutClose)
+    poll(lambda: client.num_free_slots == 1, "the last slot is kept")
+    assert client.num_aside == 0
+    assert (client.put_counts.puts, client.put_counts.aside, client.put_counts.lost) == (4, 3, 0)
+
+
+def test_there_is_an_end_to_what_is_written_aside(made: Rig):
+    fake = FakeDaemon(made)
+    client = fake.rank.client
+    assert client.take_slot() is None  # no lease yet
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((0, 0),), incarnation))
+    poll(lambda: client.num_free_slots, "a slot")
+    taken = [client.take_slot() for _ in range(6)]
+    assert [slot is not None and slot.is_spare for slot in taken] == [False, True, True, True, True, False]
+    assert taken[-1] is None
+    for slot in taken[:-1]:
+        assert slot is not None
+        client.give_back(slot)
+    assert (client.num_aside, client.num_free_slots) == (0, 1)
+
+
+def test_what_waits_aside_is_lost_and_counted_with_its_lease(made: Rig):
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    client, of = fake.rank.client, chain(4)
+    fake.send(PutSlots(((0, 0),), incarnation))
+    poll(lambda: client.num_free_slots, "a slot")
+    fake.rank.put(of, 0, 3)
+    late = client.take_slot()
+    assert late is not None
+    assert late.is_spare
+    poll(lambda: client.epoch == 0, "the lease is over", 10)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((5, 0),), incarnation))
+    client.put(RequestId("put"), 0, identity(of), 3, of.digests, [late])
+    poll(lambda: client.put_counts.lost == 3, "two that waited, and one that came late")
+    assert client.num_aside == 0
+    fake.take()
+    assert [m.slots for m in fake.received if isinstance(m, Put)] == [((0, 0),)]
 
 
 def _other_layout():

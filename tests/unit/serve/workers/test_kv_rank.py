@@ -20,7 +20,7 @@ from millpond.core.request import KvIdentity, SamplingParams
 from millpond.engine.synthetic import SyntheticEngine, expected_tokens
 from millpond.serve.node.node_load import NodeLoad
 from tests.unit.serve.node.rig import poll
-from tests.unit.serve.workers.kv_service import IDENTITY, kv_service
+from tests.unit.serve.workers.kv_service import IDENTITY, NODE, kv_service
 
 PARAMS = SyntheticParams(
     num_layers=3,
@@ -190,13 +190,14 @@ def test_without_room_nothing_is_kept_and_nothing_waits():
     with kv_service() as service:
         service.start_daemon(SyntheticEngine(PARAMS), num_slots=12)
         group = service.add_group("m0", GroupRole.MIXED, SyntheticEngine(PARAMS))
-        for number in range(4):
+        for number in range(8):
             prompt = words(1000, seed=number)
             assert service.ask(f"r{number}", prompt, 5).token_ids == text(prompt, 5)
-        stats = group.kv.persister.stats
-        poll(lambda: service.daemon.daemon.counts.puts == stats.num_blocks, "puts")
-        group.kv.persister.forget(["r3"])
-        assert stats.num_skipped == 28 - stats.num_blocks > 0
+        stats, node, counts = group.kv.persister.stats, group.kv.node, service.daemon.daemon.counts
+        poll(lambda: counts.puts + node.num_aside == stats.num_blocks, "puts")
+        assert 0 < node.num_aside <= NODE.put_slots
+        group.kv.persister.forget(["r7"])
+        assert stats.num_skipped == 56 - stats.num_blocks > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
