@@ -34,7 +34,8 @@ MIN_POLL_NS = 100 * MICROSECOND_NS
 MAX_POLL_NS = 1000 * MICROSECOND_NS
 """A counter that does not move is looked at less and less often."""
 GRACE_NS = 10 * SECOND_NS
-"""The thread answers for a load this long after its deadline; later it is taken for stuck."""
+"""The thread answers for a load this long after its deadline, or after its swap-in began if that was later;
+then it is taken for stuck."""
 
 
 class LoadedRows(Protocol):
@@ -79,6 +80,8 @@ class _Swap:
     """Leading blocks to bring: all, or fewer once the load broke."""
     copied: list[int]
     """Per row: leading blocks that have it."""
+    began_ns: int
+    """When its blocks were granted: its load may be over for long by then."""
     is_touched: bool = False
     """The thread is writing into its blocks."""
 
@@ -153,6 +156,7 @@ class SwapIns:
                 order.block_table,
                 num_blocks,
                 [0] * len(self.engine.layout.rows),
+                time.monotonic_ns(),
             )
             self._counters.num_broken += swap.is_broken
             self._swaps[key] = swap
@@ -219,7 +223,7 @@ class SwapIns:
             self._thread.join()
 
     def _wait_until(self, swap: _Swap, is_enough: Callable[[_Swap], bool]) -> None:
-        until_ns = swap.rows.deadline_ns + GRACE_NS
+        until_ns = max(swap.rows.deadline_ns, swap.began_ns) + GRACE_NS
         while not is_enough(swap):
             left_ns = until_ns - time.monotonic_ns()
             if self._failure is not None or self._is_stopping or left_ns <= 0:

@@ -154,6 +154,23 @@ def test_a_silent_load_counts_up_to_its_deadline(rank):
     assert all(source.holds(rank.engine, blocks[:5], row) for row in range(NUM_ROWS))
 
 
+def test_a_load_whose_memory_came_long_after_its_deadline_is_copied(rank):
+    """Ordered ahead and complete, its sequence waited for blocks: the copy has all its time."""
+
+    class Slow(SyntheticEngine):
+        def write_rows(self, blocks, row, source, items):
+            time.sleep(0.002)  # the step waits before the first row is there
+            super().write_rows(blocks, row, source, items)
+
+    rank.engine = rank.swaps.engine = Slow(PARAMS)
+    source = Source(rank.engine, range(8), deadline_s=-11)
+    source.counters, source.num_blocks = [8] * NUM_ROWS, 8
+    blocks = rank.start("a", source, range(20, 28))
+    for row in range(NUM_ROWS):
+        assert rank.swaps.wait_for([A], row) == []
+        assert source.holds(rank.engine, blocks, row)
+
+
 def test_slots_that_became_others_count_for_nothing(rank):
     source = Source(rank.engine, range(40))
     source.counters, source.valid = [40] * NUM_ROWS, 18
