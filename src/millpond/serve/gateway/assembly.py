@@ -22,7 +22,7 @@ from millpond.core.errors import (
 from millpond.core.events import TokenOut
 from millpond.core.request import FinishReason
 from millpond.engine.chat_format import Reasoning, ReplyCall, ReplyParser, ReplyPart
-from millpond.serve.gateway.link import Call, CallEvent, Ending
+from millpond.serve.gateway.call import Call, CallEvent, Ending
 from millpond.serve.gateway.openai_schema import FinishWord
 from millpond.serve.gateway.served_model import Detokenizer, ServedModel
 from millpond.serve.gateway.stop import StopMatcher
@@ -168,8 +168,10 @@ class Assembly:
 
     def _piece(self, index: int, choice: _Choice, token: TokenOut) -> Piece:
         if not choice.num_tokens:
-            # At least one token of a prompt is computed, whatever a worker says.
-            choice.num_cached_tokens = min(token.num_cached_tokens, choice.num_prompt_tokens - 1)
+            # At least one token of a prompt is computed, whatever a worker says; and what a lost attempt has
+            # left to the next was computed for this call.
+            most = min(self._call.num_found_tokens(index), choice.num_prompt_tokens - 1)
+            choice.num_cached_tokens = min(token.num_cached_tokens, most)
         choice.num_tokens += 1
         if choice.parser is not None and choice.parser.is_reasoning:
             choice.num_reasoning_tokens += 1

@@ -13,12 +13,13 @@ import msgspec
 from millpond.config.gateway_params import GatewayParams
 from millpond.core.errors import MillpondError, OverloadError
 from millpond.core.ids import GatewayId, RequestId
-from millpond.core.request import RequestSpec
+from millpond.core.request import CachedPrefix, KvIdentity, RequestSpec
 from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Admission
 from millpond.serve.gateway.bad_input import decode_body
+from millpond.serve.gateway.call import Call
 from millpond.serve.gateway.kv_names import KvNames
-from millpond.serve.gateway.link import Call, ControllerLink
+from millpond.serve.gateway.link import ControllerLink
 from millpond.serve.gateway.matcher import PrefixMatcher
 from millpond.serve.gateway.metrics import GatewayMetrics
 from millpond.serve.gateway.openai_schema import ChatRequest, CompletionRequest
@@ -80,6 +81,9 @@ class Gateway:
         """Set while no call is being answered."""
         self.idle.set()
         self._calls: set[Call] = set()
+        self._rematches: set[asyncio.Task[None]] = set()
+        if matcher is not None:
+            link.on_new_attempt = self._look_up_again
         self.started_s = clocks.wall_s()
         self._chat = msgspec.json.Decoder(ChatRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
@@ -178,6 +182,24 @@ class Gateway:
             replace(spec, cached=results[index // num_choices].cached) for index, spec in enumerate(specs)
         ]
 
+    def _look_up_again(self, spec: RequestSpec) -> None:
+        """Look up a sequence anew before its next attempt: the last one may have left more, or less."""
+        if self._matcher is None or spec.kv is None:
+            self.link.submit_again(spec)
+            return
+        task = asyncio.get_running_loop().create_task(self._submit_again(self._matcher, spec.kv, spec))
+        self._rematches.add(task)
+        task.add_done_callback(self._rematches.discard)
+
+    async def _submit_again(self, matcher: PrefixMatcher, kv: KvIdentity, spec: RequestSpec) -> None:
+        try:
+            result = await matcher.match(kv, spec.prompt_ids + spec.output_ids)
+            self.metrics.on_matched(result)
+            if result.is_whole or _num_found(result.cached) > _num_found(spec.cached):
+                spec = replace(spec, cached=result.cached)
+        finally:
+            self.link.submit_again(spec)
+
     @contextmanager
     def submitted(self, specs: list[RequestSpec]) -> Iterator[Call]:
         """Submit sequences; whatever happens inside, none is left running after.
@@ -195,3 +217,7 @@ class Gateway:
                 self._calls.discard(call)
                 if not self._calls:
                     self.idle.set()
+
+
+def _num_found(cached: CachedPrefix | None) -> int:
+    return cached.num_tokens if cached is not None else 0

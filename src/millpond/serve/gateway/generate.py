@@ -15,6 +15,7 @@ from millpond.core.units import SECOND_NS
 from millpond.serve.gateway.admission import Permit
 from millpond.serve.gateway.answer import AnswerHead, make_answer, make_usage
 from millpond.serve.gateway.assembly import Assembly, Piece
+from millpond.serve.gateway.call import Call
 from millpond.serve.gateway.gateway import Gateway
 from millpond.serve.gateway.http_io import (
     REQUEST_ID,
@@ -25,7 +26,6 @@ from millpond.serve.gateway.http_io import (
     run_for_body,
     send_response,
 )
-from millpond.serve.gateway.link import Call
 from millpond.serve.gateway.openai_schema import Usage
 from millpond.serve.gateway.stream import error_event, make_format
 from millpond.serve.gateway.validate import PreparedCall

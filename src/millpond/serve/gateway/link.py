@@ -3,6 +3,9 @@
 `ControllerLink` holds no socket and no task: a shell feeds it messages with `on_message`, and it sends
 through a `ControlChannel`. It owns the token log of every open sequence; a client call sees its own
 sequences through a `Call`.
+
+An attempt after the first may find more of its KV than the one before, or less: `on_new_attempt` may look
+for it before the attempt is submitted.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from millpond.core.errors import DeadlineExceeded, OverloadError
+from millpond.core.errors import OverloadError
 from millpond.core.events import (
     Cancel,
     GatewayUp,
@@ -20,13 +23,13 @@ from millpond.core.events import (
     StatusQuery,
     StatusReport,
     Submit,
-    TokenOut,
     TokensOut,
 )
 from millpond.core.ids import GatewayId, RequestId
 from millpond.core.plan import RequestEnded, Resubmit
-from millpond.core.request import FinishReason, RequestSpec
+from millpond.core.request import RequestSpec
 from millpond.core.units import SECOND_NS
+from millpond.serve.gateway.call import Call, Ending
 from millpond.serve.gateway.token_log import TokenLog
 
 
@@ -38,123 +41,17 @@ class ControlChannel(Protocol):
         ...
 
 
-class Ending:
-    """Terminal answer for a sequence that no worker will finish."""
-
-    __slots__ = ("detail", "reason")
-
-    def __init__(self, reason: FinishReason, detail: str) -> None:
-        self.reason = reason
-        self.detail = detail
-
-
-CallEvent = tuple[int, TokenOut | Ending]
-"""(index of the sequence in its call, what happened to it)."""
-
-
-class Call:
-    """The open sequences of one client call, as one stream of events.
-
-    Closing it (also by leaving the `with` block for any reason) cancels what has not ended. Deadlines are
-    watched from outside by `end_if_stalled`, so that a token costs no timer.
-    """
-
-    __slots__ = (
-        "_buffer",
-        "_failure",
-        "_link",
-        "_logs",
-        "_num_steps",
-        "_seen_ns",
-        "_seen_steps",
-        "_waiter",
-        "limit",
-    )
-
-    def __init__(self, link: ControllerLink, logs: list[TokenLog]) -> None:
-        self._link = link
-        self._logs = logs
-        self._buffer: list[CallEvent] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._failure: Exception | None = None
-        self._num_steps = 0
-        self._seen_steps = -1
-        self._seen_ns = 0
-        self.limit: asyncio.Timeout | None = None
-        """Around whatever is done with the events; expires when the call stalls outside of `next_events`."""
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for log in self._logs:
-            self._link.drop(log)
-
-    def put(self, choice: int, event: TokenOut | Ending) -> None:
-        """Called by the link: one event for the sequence number `choice` of this call."""
-        self._buffer.append((choice, event))
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def next_events(self) -> list[CallEvent]:
-        """Wait for events: (index of the sequence in the call, token or ending), oldest first.
-
-        Raises:
-            Exception: What `fail` was given, for example by `end_if_stalled`.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if not self._buffer:
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
-            await waiter
-            self._waiter = None
-        self._num_steps += 1
-        events = self._buffer
-        self._buffer = []
-        return events
-
-    def fail(self, error: Exception) -> None:
-        """Make `next_events` raise `error`, now or when it is next called: the client left, or we must."""
-        self._failure = error
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(error)
-
-    def end_if_stalled(self, now_ns: int, *, token_deadline_ns: int, client_deadline_ns: int) -> None:
-        """End the call if nothing has moved since long ago. To be called again and again.
-
-        Args:
-            now_ns: Monotonic time.
-            token_deadline_ns: Longest wait for a token.
-            client_deadline_ns: Longest wait for the client to read.
-        """
-        if self._num_steps != self._seen_steps:
-            self._seen_steps = self._num_steps
-            self._seen_ns = now_ns
-            return
-        stalled_ns = now_ns - self._seen_ns
-        if self._waiter is not None:
-            if stalled_ns >= token_deadline_ns:
-                seconds = stalled_ns // SECOND_NS
-                self.fail(DeadlineExceeded(f"no token for {seconds} s", code="request.token_deadline"))
-        elif stalled_ns >= client_deadline_ns and self.limit is not None:
-            self.limit.reschedule(0)
-
-    def cancel(self, choice: int) -> None:
-        """Stop one sequence: its text is complete or nobody wants it."""
-        self._link.drop(self._logs[choice])
-
-
 class _Open:
     """One sequence in flight."""
 
-    __slots__ = ("call", "choice", "gap_position", "log")
+    __slots__ = ("call", "choice", "gap_position", "is_told", "log")
 
     def __init__(self, call: Call, choice: int, log: TokenLog) -> None:
         self.call = call
         self.choice = choice
         self.log = log
+        self.is_told = False
+        """The controller was sent it."""
         self.gap_position = -1
         """Position that was missing at the last `announce` although later ones were there."""
 
@@ -182,6 +79,8 @@ class ControllerLink:
         self._now_ns = now_ns
         self._lease_ns = int(lease_s * SECOND_NS)
         self._open: dict[RequestId, _Open] = {}
+        self.on_new_attempt: Callable[[RequestSpec], None] = self.submit_again
+        """Takes each attempt after the first; `submit_again` must follow soon."""
         self._unsent: dict[RequestId, Submit | Cancel] = {}
         """What must reach the controller but could not yet; the later one of a sequence counts."""
         self._state: ServiceState | None = None
@@ -272,30 +171,35 @@ class ControllerLink:
         return call
 
     def drop(self, log: TokenLog) -> None:
-        """Forget a sequence; tell the controller unless it has ended."""
-        if self._close(log) and not log.is_finished:
+        """Forget a sequence; tell the controller unless it has ended or never was told of."""
+        entry = self._close(log)
+        if entry is not None and entry.is_told and not log.is_finished:
             self._send_surely(log.spec.request_id, Cancel(log.spec.request_id))
 
     def _submit(self, spec: RequestSpec) -> None:
         if self._is_fresh:
             # A controller that restarts is back within a second; the submission waits for it here.
             self._send_surely(spec.request_id, Submit(spec))
-        elif not self._channel.send(Submit(spec)):
+        elif self._channel.send(Submit(spec)):
+            self._open[spec.request_id].is_told = True
+        else:
             raise _controller_gone()
 
     def _send_surely(self, request_id: RequestId, message: Submit | Cancel) -> None:
         if self._channel.send(message):
             self._unsent.pop(request_id, None)
+            if request_id in self._open:
+                self._open[request_id].is_told = True
         else:
             self._unsent[request_id] = message
 
-    def _close(self, log: TokenLog) -> bool:
-        if self._open.pop(log.spec.request_id, None) is None:
-            return False
-        self._unsent.pop(log.spec.request_id, None)
-        if log.num_delivered == 0:
-            self._leave_waiting(log)
-        return True
+    def _close(self, log: TokenLog) -> _Open | None:
+        entry = self._open.pop(log.spec.request_id, None)
+        if entry is not None:
+            self._unsent.pop(log.spec.request_id, None)
+            if log.num_delivered == 0:
+                self._leave_waiting(log)
+        return entry
 
     def _leave_waiting(self, log: TokenLog) -> None:
         self.num_waiting -= 1
@@ -338,7 +242,7 @@ class ControllerLink:
         spec = log.next_attempt(log.spec.attempt)
         if spec is not None:
             self.num_resubmitted += 1
-            self._send_surely(spec.request_id, Submit(spec))
+            self.on_new_attempt(spec)
 
     def on_message(self, message: object) -> None:
         """Take one message of the controller or of a worker; kinds not meant for a gateway are dropped."""
@@ -398,7 +302,18 @@ class ControllerLink:
             self.num_dropped += 1
             return
         self.num_resubmitted += 1
-        self._send_surely(message.request_id, Submit(spec))
+        self.on_new_attempt(spec)
+
+    def submit_again(self, spec: RequestSpec) -> None:
+        """Submit an attempt after the first, if it is still wanted.
+
+        Args:
+            spec: As `on_new_attempt` got it, `cached` may be another one.
+        """
+        entry = self._open.get(spec.request_id)
+        if entry is not None and entry.log.spec.attempt == spec.attempt:
+            entry.log.spec = spec
+            self._send_surely(spec.request_id, Submit(spec))
 
     def _on_ended(self, message: RequestEnded) -> None:
         entry = self._open.get(message.request_id)

@@ -63,6 +63,11 @@ class MatchResult:
     num_seconds: float
     """From the question to the answer, hashing included."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all were heard that could know of the prompt."""
+        return self.outcome in {MatchOutcome.HIT, MatchOutcome.MISS}
+
 
 class PrefixMatcher:
     """See module.

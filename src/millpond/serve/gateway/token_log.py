@@ -21,6 +21,8 @@ class TokenLog:
     """What is submitted now; its attempt is the only one that counts."""
     is_finished: bool = False
     next_position: int = field(init=False)
+    num_found_tokens: int = field(init=False)
+    """Prompt tokens that were kept before its first attempt; a later one may find what that one left."""
     output_ids: array[int] = field(init=False)
     """What the client has, int32."""
     _ahead: dict[int, TokenOut] = field(default_factory=dict[int, TokenOut])
@@ -28,6 +30,7 @@ class TokenLog:
 
     def __post_init__(self) -> None:
         self.next_position = self.spec.num_known_tokens
+        self.num_found_tokens = self.spec.cached.num_tokens if self.spec.cached is not None else 0
         self.output_ids = token_ids(self.spec.output_ids)
 
     @property

@@ -35,6 +35,7 @@ from millpond.store.net.messages import (
     DirectoryJoin,
     DirectoryLeave,
     DirectoryPublish,
+    DropTenant,
     Failed,
     Location,
     Match,
@@ -301,12 +302,44 @@ def test_a_policy_that_does_not_exist_is_refused():
 # --- the service is lost, the metadata are lost, late or wrong -------------------------------------
 
 
-def test_a_lost_attempt_is_submitted_again_with_what_was_found(tmp_path: Path):
+@pytest.mark.parametrize("num_left", [4, 7, 0], ids=["as before", "more", "nothing"])
+def test_a_lost_attempt_is_looked_up_anew(tmp_path: Path, num_left: int):
+    """Its worker may have left more than the first attempt found; and what was found may have gone."""
+    from millpond.core.plan import Resubmit
+
+    text = prompt(900)
+
+    class Loses(FakeService):
+        def _say(self, spec: RequestSpec, tokens: list, index: int) -> None:
+            if spec.attempt == 0 and index == 2:
+                if num_left > 4:
+                    store(made, identity(gateway), ids_of(text), on_disk=num_left)
+                elif not num_left:
+                    tenant = identity(gateway).tenant
+                    assert made.client.call(DropTenant(tenant), prefix=b"", deadline_ns=within(10)).count > 0
+                self.link.on_message(Resubmit(spec.request_id, 0, "lost"))
+                return
+            super()._say(spec, tokens, index)
+
+    service = Loses(says("abcdef"))
+    with shards(tmp_path, 1) as made, gateway_with(made, service) as gateway:
+        store(made, identity(gateway), ids_of(text), on_disk=4)
+        response = ask(gateway, COMPLETIONS, completion_body(prompt=text))
+        assert response.json()["choices"][0]["text"] == "abcdef"
+        assert usage_of(response)[1] == 4 * 128, "that of the attempt that answered first"
+        first, second = service.submits
+        assert second == replace(first, attempt=1, output_ids=second.output_ids, cached=second.cached)
+        assert (second.cached.num_tokens if second.cached else 0) == num_left * 128
+        assert list(second.output_ids) == list(b"ab")
+
+
+def test_a_lost_attempt_keeps_what_was_found_if_nobody_answers(tmp_path: Path):
     from millpond.core.plan import Resubmit
 
     class Loses(FakeService):
         def _say(self, spec: RequestSpec, tokens: list, index: int) -> None:
             if spec.attempt == 0 and index == 2:
+                made.servers[0].stop(20)
                 self.link.on_message(Resubmit(spec.request_id, 0, "lost"))
                 return
             super()._say(spec, tokens, index)
@@ -316,10 +349,30 @@ def test_a_lost_attempt_is_submitted_again_with_what_was_found(tmp_path: Path):
         store(made, identity(gateway), ids_of(prompt(900)), on_disk=4)
         response = ask(gateway, COMPLETIONS, completion_body(prompt=prompt(900)))
         assert response.json()["choices"][0]["text"] == "abcdef"
-        assert usage_of(response)[1] == 4 * 128, "that of the attempt that answered first"
         first, second = service.submits
-        assert second == replace(first, attempt=1, output_ids=second.output_ids)
-        assert list(second.output_ids) == list(b"ab")
+        assert second.attempt == 1
+        assert first.cached is not None
+        assert second.cached == first.cached
+
+
+def test_what_a_lost_attempt_left_is_no_hit_of_its_call(tmp_path: Path):
+    """A cold prompt was computed for this call, though the attempt that answers has loaded it."""
+    from millpond.core.plan import Resubmit
+
+    class Loses(FakeService):
+        def _say(self, spec: RequestSpec, tokens: list, index: int) -> None:
+            if spec.attempt == 0:
+                store(made, identity(gateway), ids_of(prompt(900)), on_disk=7)
+                self.link.on_message(Resubmit(spec.request_id, 0, "lost"))
+                return
+            super()._say(spec, tokens, index)
+
+    service = Loses(says("abcdef"))
+    with shards(tmp_path, 1) as made, gateway_with(made, service) as gateway:
+        response = ask(gateway, COMPLETIONS, completion_body(prompt=prompt(900)))
+        assert usage_of(response)[1] == 0
+        assert gateway.metrics.num_cached_tokens == 0
+        assert [spec.cached.num_tokens if spec.cached else 0 for spec in service.submits] == [0, 7 * 128]
 
 
 class Lies:

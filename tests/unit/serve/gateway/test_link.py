@@ -11,9 +11,10 @@ from millpond.core.errors import DeadlineExceeded, OverloadError
 from millpond.core.events import Cancel, ServiceState, Submit, TokensOut
 from millpond.core.ids import GatewayId, GroupId, RequestId
 from millpond.core.plan import RequestEnded, Resubmit, TokenOut
-from millpond.core.request import FinishReason, RequestSpec, SamplingParams, token_ids
+from millpond.core.request import CachedPrefix, FinishReason, RequestSpec, SamplingParams, token_ids
 from millpond.core.units import SECOND_NS
-from millpond.serve.gateway.link import ControllerLink, Ending
+from millpond.serve.gateway.call import Ending
+from millpond.serve.gateway.link import ControllerLink
 
 
 class Wire:
@@ -115,6 +116,45 @@ def test_a_lost_attempt_is_submitted_again_with_what_was_delivered(link: Control
         link.on_message(tokens((0, 1, 1), (0, 1, 2)))
         assert [(e.attempt, e.position) for _, e in events(call)] == [(0, 3), (0, 4), (1, 5)]
     assert (link.num_resubmitted, link.num_dropped) == (1, 3)
+
+
+def test_a_new_attempt_waits_for_what_is_found_of_it(link: ControllerLink, wire: Wire) -> None:
+    found: list[RequestSpec] = []
+    link.on_new_attempt = found.append
+    with link.open([spec(0), spec(1)]) as call:
+        wire.sent.clear()
+        for choice in range(2):
+            link.on_message(Resubmit(RequestId(f"call-{choice}"), 0, "worker lost"))
+        link.on_message(Resubmit(RequestId("call-0"), 1, "lost again"))
+        assert not wire.take(Submit)
+        call.cancel(1)
+        wire.sent.clear()
+        for attempt in found:
+            link.submit_again(replace(attempt, cached=CachedPrefix(128)))
+        (submit,) = wire.take(Submit)
+        assert (submit.spec.request_id, submit.spec.attempt) == ("call-0", 2)
+        assert submit.spec.cached == CachedPrefix(128)
+        link.on_message(ServiceState(2, 100, is_ready=True))
+        assert wire.take(Submit) == [submit]
+
+
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["just gone", "gone for long"])
+def test_calls_that_no_controller_heard_of_leave_nothing(
+    link: ControllerLink, wire: Wire, clock: Clock, is_fresh: bool
+) -> None:
+    wire.is_open = False
+    clock.now_ns += 0 if is_fresh else 100 * SECOND_NS
+    for _ in range(3):
+        if is_fresh:
+            with link.open([spec(0), spec(1)]):
+                link.announce()
+        else:
+            with pytest.raises(OverloadError):
+                link.open([spec(0), spec(1)])
+    wire.is_open = True
+    link.announce()
+    assert not wire.take(Cancel)
+    assert link.num_open == link.num_waiting == 0
 
 
 def test_a_restarted_controller_gets_every_open_sequence_again(link: ControllerLink, wire: Wire) -> None:
