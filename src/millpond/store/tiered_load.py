@@ -97,11 +97,12 @@ class TieredLoader:
         # For slots that are lent it would wait in vain: ranks keep them.
         most = min(self._level.blocks.max_pinned, self._arena.num_slots - self._level.blocks.num_lent)
         wanted = replace(chain, digests=chain.digests[: min(length, max(1, most))])
-        blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
-        load = TieredLoad(wanted, blocks, lane, cut_hit(hit, wanted), places)
-        load.has_matched = has_matched
-        load.has_asked.update(elsewhere)
-        with self._changed:
+        hit = cut_hit(hit, wanted)
+        with self._changed:  # at once: whoever looks between would find slots that no load holds
+            blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
+            load = TieredLoad(wanted, blocks, lane, hit, places)
+            load.has_matched = has_matched
+            load.has_asked.update(elsewhere)
             self._loads.append(load)
             load.told[:] = [0 if held.is_whole else held.num_rows for held in blocks]
             for index, held in enumerate(blocks):
@@ -332,16 +333,15 @@ class TieredLoader:
         self._arena.give_back_lane(load.lane)
 
     def _hold(self, names: Sequence[bytes]) -> tuple[list[HeldBlock], int]:
-        """Slots and a lane, or neither."""
-        with self._changed:
-            lane = self._arena.take_lane()
-            if lane is None:
-                raise ArenaFull("as many loads as there may be", code="dram.lanes")
-            try:
-                return self._level.blocks.pin(names), lane
-            except ArenaFull:
-                self._arena.give_back_lane(lane)
-                raise
+        """Slots and a lane, or neither. With the lock held."""
+        lane = self._arena.take_lane()
+        if lane is None:
+            raise ArenaFull("as many loads as there may be", code="dram.lanes")
+        try:
+            return self._level.blocks.pin(names), lane
+        except ArenaFull:
+            self._arena.give_back_lane(lane)
+            raise
 
     def _find(self, names: Sequence[bytes], wanted: Sequence[int]) -> dict[int, DramPlace]:
         if not wanted:
