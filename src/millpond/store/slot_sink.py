@@ -36,12 +36,13 @@ class SlotSink:
     def on_rows(self, ready: RowsReady) -> None:
         """See `RowSink`."""
         blocks = [self._wanted.get(ready.begin_block + offset) for offset in range(ready.num_blocks)]
-        have = [ready.end_row if held is None else held.num_rows for held in blocks]
         begin = ready.begin_row
-        # Row by row as long as the blocks differ in what they have, then all at once.
-        while begin < ready.end_row and len({rows > begin for rows in have}) > 1:
-            self._copy(ready, begin, begin + 1, blocks)
-            begin += 1
+        # Row by row up to where the last block that has some of these rows ends, then the rest at once: an
+        # earlier get that was cancelled may have cut its rows elsewhere.
+        have = [held.num_rows for held in blocks if held is not None and held.num_rows < ready.end_row]
+        for row in range(begin, max(have, default=begin)):
+            self._copy(ready, row, row + 1, blocks)
+            begin = row + 1
         if begin < ready.end_row:
             self._copy(ready, begin, ready.end_row, blocks)
         told = [index for index, held in enumerate(blocks, ready.begin_block) if held is not None]

@@ -131,7 +131,7 @@ class TieredLoader:
                 load.is_running = False
                 if load.is_released:
                     self._end(load)
-        num_blocks = int(rows_ready(load.told, self._arena.num_rows)[-1])
+        num_blocks = min(load.limit, int(rows_ready(load.told, self._arena.num_rows)[-1]))
         self._level.touch(replace(load.chain, digests=load.chain.digests[:num_blocks]))
         from_peers, from_pool = (
             sum(index < num_blocks for index in came) for came in (load.from_peers, load.from_pool)
@@ -185,7 +185,8 @@ class TieredLoader:
                 if is_intact and held.is_whole:
                     held.num_rows = load.told[index] = num_rows
                     self._count(load)
-                elif not self._level.blocks.reopen(held):
+                elif not self._level.blocks.reopen(held) or load.told[index]:
+                    self._level.blocks.forsake(held)  # what this load was told is not written again
                     self._cut(load, index, "damaged")
 
     def _claim(self, load: TieredLoad, deadline_ns: int) -> list[int]:

@@ -529,6 +529,58 @@ def test_rows_that_were_told_are_not_written_by_who_takes_over(made: Hosts) -> N
         host.loader.release(load)
 
 
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_who_takes_over_brings_the_rest_of_each_row_group_that_is_cut_elsewhere(
+    made: Hosts, num_first: int
+) -> None:
+    """A short extent comes in larger groups of rows than one that is read together with longer ones."""
+    host, chain = made.add("h0"), chain_of(32)
+    short = replace(chain, digests=chain.digests[:num_first])
+    made.made.put(chain, 0, num_first)
+    made.made.put(chain, num_first, 32)
+    for ref in host.level.take_slots(64):  # as if another tenant had been here
+        host.level.arena.view(ref.slot)[:] = 0xA5
+        host.level.give_back_slots([ref])
+    delay(made, 0.1)
+    first = started(host, chain)
+    first.wait_rows(0, num_first)
+    second = host.begin(short)
+    assert second is not None
+    host.loader.cancel(first.load)
+    first.result()
+    assert second.told.max() < NUM_ROWS, "the first load was too quick"
+    assert host.run(second) == LoadResult(num_first, (), 0, 0, num_first)
+    for load in (first.load, second):
+        host.loader.release(load)
+    delay(made, 0.0)
+    assert host.read(chain).num_blocks == 32
+    host.level.check()
+
+
+def test_a_block_that_was_brought_and_damaged_is_not_brought_again_where_it_was_told(made: Hosts) -> None:
+    """The load that brought it is gone; another that holds it was told of it and finds the damage."""
+    host, chain = made.add("h0"), chain_of(4)
+    made.made.put(chain)
+    delay(made, 0.1)
+    first = started(host, chain)
+    wait(lambda: first.load.get is not None)
+    second = host.begin(chain)
+    assert second is not None
+    assert first.result().num_blocks == 4
+    host.loader.release(first.load)
+    assert second.told.tolist() == [NUM_ROWS] * 4
+    flip_a_bit(made, host, chain, 2)
+    before = host.level.arena.view(second.slots[2].slot).copy()
+    result = host.loader.run(second, deadline_ns=soon())
+    assert (result.num_blocks, result.reasons) == (2, ("damaged",))
+    host.loader.check()
+    delay(made, 0.0)
+    assert host.read(chain) == Got(4, 3, 0, 1)
+    assert np.array_equal(host.level.arena.view(second.slots[2].slot), before), "not written again"
+    host.loader.release(second)
+    assert host.read(chain) == Got(4, 4, 0, 0)
+
+
 def test_a_load_that_waits_in_vain_ends_at_its_own_deadline(made: Hosts) -> None:
     host, chain = made.add("h0"), chain_of(32)
     made.made.put(chain)
