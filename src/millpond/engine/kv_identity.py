@@ -10,19 +10,28 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from millpond.config.engine_params import EngineParams
 from millpond.config.synthetic_params import SYNTHETIC, SyntheticParams
+from millpond.core.errors import ModelFormatError
 from millpond.core.kv_layout import KvLayout
 from millpond.core.shapes import KvFormat, kv_layout
 from millpond.core.units import SECOND_NS
 from millpond.engine.memory import llama_kv_layout
 from millpond.engine.model.config import is_v41, load_config
-from millpond.engine.model_files import file_digest, load_llama_config, locate_model, model_fingerprint
+from millpond.engine.model_files import (
+    ModelFiles,
+    file_digest,
+    load_llama_config,
+    locate_model,
+    model_fingerprint,
+)
 from millpond.engine.synthetic import make_layout
 
 DIGEST_FILE = "weight_digests.json"
+_TOKENIZER_FILE = "tokenizer.json"
 _SETTLED_NS = 2 * SECOND_NS
 """A file that changed more recently could change again without another mtime."""
 _FP32 = "fp32"
@@ -45,11 +54,26 @@ def configured_layout(engine: EngineParams, synthetic: SyntheticParams) -> KvLay
     return llama_kv_layout(load_llama_config(files), _FP32 if engine.dtype == _FP32 else "bf16")
 
 
+def named_files(files: ModelFiles) -> ModelFiles:
+    """Add to the weight files what else the bits of KV depend on: V4.1's n-gram tables look up compressed
+    token ids, which are made from the tokenizer (`load_token_map`).
+
+    Raises:
+        ModelFormatError: There is no such file.
+    """
+    if not is_v41(files):
+        return files
+    path = files.root / _TOKENIZER_FILE
+    if not path.is_file():
+        raise ModelFormatError(f"{path.name}: missing in the model folder", code="model.tokenizer")
+    return replace(files, weight_files=(*files.weight_files, path))
+
+
 def configured_fingerprint(engine: EngineParams, digests: WeightDigests) -> bytes:
     """Digest of the model and of how it is computed, 32 bytes: KV of equal names has equal bits.
 
-    The model's own fingerprint (`model_fingerprint`); hashed together with the settings that change bits and
-    not the layout, if these are not the usual ones.
+    The fingerprint of the model's `named_files`; hashed together with the settings that change bits and not
+    the layout, if these are not the usual ones.
 
     Raises:
         UnknownModel: There is no such model.
@@ -57,7 +81,7 @@ def configured_fingerprint(engine: EngineParams, digests: WeightDigests) -> byte
     """
     if engine.model == SYNTHETIC:
         return hashlib.sha256(SYNTHETIC.encode()).digest()
-    model = model_fingerprint(locate_model(engine.model), digests.digest)
+    model = model_fingerprint(named_files(locate_model(engine.model)), digests.digest)
     if engine.numerics == _USUAL.numerics and engine.num_kept_tokens == _USUAL.num_kept_tokens:
         return model
     settings = {"numerics": engine.numerics, "num_kept_tokens": engine.num_kept_tokens}
@@ -65,7 +89,7 @@ def configured_fingerprint(engine: EngineParams, digests: WeightDigests) -> byte
 
 
 class WeightDigests:
-    """SHA-256 of weight files, remembered in a folder as long as size, mtime and inode stay the same.
+    """SHA-256 of files, remembered in a folder as long as size, inode and times of change stay the same.
 
     Args:
         folder: Outlives the service; made if missing.
@@ -78,7 +102,8 @@ class WeightDigests:
     def digest(self, path: Path) -> bytes:
         """SHA-256 of a file."""
         status = path.stat()
-        stamp = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+        parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        stamp = ":".join(map(str, parts))
         known = self._known.get(stamp)
         if known is not None:
             return known

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from millpond.core.errors import ModelFormatError, UnknownModel
 from millpond.engine.gguf_file import GgufFile, parse_gguf
@@ -102,19 +102,23 @@ def _locate_hf(root: Path) -> ModelFiles:
     return ModelFiles("hf", root.resolve().name, files, root)
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+_Stamp: TypeAlias = tuple[int, int, int, int]
+
+
+def _stamp(path: Path) -> _Stamp:
+    """Tells a file that changed: whoever writes over it and keeps its mtime cannot keep its ctime."""
     status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @lru_cache(maxsize=4)
-def _read_gguf(path: Path, stamp: tuple[int, int, int]) -> GgufFile:
+def _read_gguf(path: Path, stamp: _Stamp) -> GgufFile:
     del stamp  # part of the cache key only: a changed file is read again
     return parse_gguf(path)
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a GGUF header, cached while size, mtime and inode stay the same."""
+    """Read a GGUF header, cached while the file stays the same."""
     return _read_gguf(path, _stamp(path))
 
 
@@ -146,7 +150,7 @@ def load_llama_config(files: ModelFiles) -> LlamaConfig:
 
 
 @lru_cache(maxsize=64)
-def _file_digest(path: Path, stamp: tuple[int, int, int]) -> bytes:
+def _file_digest(path: Path, stamp: _Stamp) -> bytes:
     del stamp  # part of the cache key only
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -156,7 +160,7 @@ def _file_digest(path: Path, stamp: tuple[int, int, int]) -> bytes:
 
 
 def file_digest(path: Path) -> bytes:
-    """SHA-256 of a file, cached in this process by (size, mtime, inode)."""
+    """SHA-256 of a file, cached in this process while the file stays the same."""
     return _file_digest(path, _stamp(path))
 
 

@@ -196,7 +196,7 @@ def _make_runner(
     post: Callable[[object], None],
 ) -> RankRunner:
     rank = DpRank(spec.rank)
-    engine = make_engine(config, group, rank)
+    engine = make_engine(config, folder, group, rank)
     token = folder.load_keys().handoff_token
     sender: HandoffSender | None = None
     receiver: HandoffReceiver | None = None

@@ -12,6 +12,7 @@ import msgspec
 from millpond.config.sections import Config, from_json, to_json
 from millpond.core.errors import ConfigError
 from millpond.core.ids import GatewayId, GroupId
+from millpond.engine.kv_identity import WeightDigests, configured_fingerprint
 from millpond.serve.keys import ClusterKeys, load_keys, make_keys, make_private_folder
 
 CONTROLLER_SOCKET = "control.sock"
@@ -55,6 +56,11 @@ class RunFolder:
         """`PoolAccess` as JSON; absent without a pool."""
         return self.path / "pool.json"
 
+    @property
+    def fingerprint_file(self) -> Path:
+        """Fingerprint of the model that the service serves."""
+        return self.path / "model.fingerprint"
+
     def reason_file(self, process: str) -> Path:
         """Where a process that cannot start leaves its reason for the supervisor."""
         return self.path / f"{process}.reason"
@@ -90,6 +96,25 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
+    def load_fingerprint(self) -> bytes:
+        """Fingerprint of the model that the service serves, as its files were when it started."""
+        return self.fingerprint_file.read_bytes()
+
+    def require_served_model(self, config: Config) -> None:
+        """Make sure that what a process loads from the model's files is what the names of the KV say.
+
+        Raises:
+            ConfigError: The files have changed since the service started.
+            UnknownModel, ModelFormatError: They cannot be used any more.
+        """
+        if fingerprint_of(config) != self.load_fingerprint():
+            raise ConfigError(
+                f"the files of model {config.engine.model!r} (config, weights, tokenizer) are not those with"
+                " which this service started: KV that was kept under their name would be mixed with other"
+                " KV; restart the service to serve the new files, or bring the old ones back",
+                param="engine.model",
+            )
+
     def load_keys(self) -> ClusterKeys:
         """Read the cluster's secrets."""
         return load_keys(self.key_file)
@@ -103,12 +128,25 @@ def run_path(config: Config) -> Path:
     return Path(tempfile.gettempdir()) / f"millpond-{os.getuid()}-{name}"
 
 
+def fingerprint_of(config: Config) -> bytes:
+    """Fingerprint of the configured model. Reads the files whose digests the state folder does not know.
+
+    Raises:
+        UnknownModel: There is no such model.
+        ModelFormatError: Its files cannot be used.
+    """
+    return configured_fingerprint(config.engine, WeightDigests(Path(config.supervise.state_dir)))
+
+
 def make_run_folder(config: Config) -> RunFolder:
-    """Make the folder and fill in config and secrets.
+    """Make the folder and fill in config, secrets and the fingerprint of the model.
 
     Raises:
         ConfigError: A service runs there already, or the folder is not private.
+        UnknownModel: There is no such model.
+        ModelFormatError: Its files cannot be used.
     """
+    fingerprint = fingerprint_of(config)
     path = run_path(config)
     make_private_folder(path)
     folder = RunFolder(path)
@@ -123,6 +161,7 @@ def make_run_folder(config: Config) -> RunFolder:
             leftover.unlink()
     _write_private(folder.pid_file, str(os.getpid()).encode())
     make_keys(folder.key_file)
+    _write_private(folder.fingerprint_file, fingerprint)
     _write_private(folder.config_file, to_json(config))
     return folder
 

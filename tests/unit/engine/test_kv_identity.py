@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from millpond.config.engine_params import EngineParams
 from millpond.config.synthetic_params import SyntheticParams
+from millpond.core.errors import ModelFormatError
 from millpond.engine.kv_identity import (
     DIGEST_FILE,
     WeightDigests,
@@ -89,6 +91,36 @@ def test_settings_that_change_bits_change_the_name(tmp_path: Path):
     others = [EngineParams(model=folder, numerics="exact"), EngineParams(model=folder, num_kept_tokens=256)]
     names = {configured_fingerprint(params, digests) for params in others}
     assert len(names | {usual}) == 3
+
+
+def test_the_tokenizer_of_v41_is_part_of_the_name(v41: Path, tmp_path: Path):
+    """N-gram tables look up compressed token ids, which are made from it."""
+    folder = tmp_path / "model"
+    shutil.copytree(v41, folder)
+    params, digests = EngineParams(model=str(folder)), WeightDigests(tmp_path / "state")
+    before = configured_fingerprint(params, digests)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    one, other = list(ids)[-2:]
+    ids[one], ids[other] = ids[other], ids[one]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert configured_fingerprint(params, digests) != before
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
+        configured_fingerprint(params, digests)
+
+
+def test_a_file_that_was_written_over_and_keeps_its_mtime_is_read_again(tmp_path: Path):
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"one")
+    old_ns = time.time_ns() - 3600 * 10**9
+    os.utime(weights, ns=(old_ns, old_ns))
+    before = weights.stat()
+    assert WeightDigests(tmp_path).digest(weights) == hashlib.sha256(b"one").digest()
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(old_ns, old_ns))
+    assert (weights.stat().st_ino, weights.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert WeightDigests(tmp_path).digest(weights) == hashlib.sha256(b"two").digest()
 
 
 def test_weights_are_read_once_in_the_life_of_the_folder(tmp_path: Path):

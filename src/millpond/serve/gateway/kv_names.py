@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from millpond.config.sections import Config
 from millpond.core.extents import window_blocks
 from millpond.core.hashing import ExtraKey, ExtraKind, chain_digest, root_digest
 from millpond.core.kv_layout import KvLayout
 from millpond.core.request import KvIdentity, StateRestore, token_ids
-from millpond.engine.kv_identity import WeightDigests, configured_fingerprint, configured_layout
+from millpond.engine.kv_identity import configured_layout
 from millpond.serve.gateway.tenants import Tenant
+from millpond.serve.run_folder import RunFolder
 
 
 class KvNames:
@@ -43,13 +42,11 @@ class KvNames:
         return KvIdentity(root, tenant.number)
 
 
-def load_kv_names(config: Config) -> KvNames:
-    """Names of the configured model's KV. Reads its weights if the state folder does not know their digests.
+def load_kv_names(config: Config, folder: RunFolder) -> KvNames:
+    """Names of the KV of the model with which the service started; its engines make sure that they have it.
 
     Raises:
-        UnknownModel: There is no such model.
-        ModelFormatError: Its files cannot be used.
+        UnknownModel: There is no such model any more.
+        ModelFormatError: Its config cannot be used.
     """
-    digests = WeightDigests(Path(config.supervise.state_dir))
-    fingerprint = configured_fingerprint(config.engine, digests)
-    return KvNames(fingerprint, configured_layout(config.engine, config.synthetic))
+    return KvNames(folder.load_fingerprint(), configured_layout(config.engine, config.synthetic))

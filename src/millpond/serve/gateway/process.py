@@ -87,7 +87,7 @@ def open_pool(config: Config, folder: RunFolder) -> Iterator[tuple[KvNames | Non
     if access is None:
         yield None, None
         return
-    kv = load_kv_names(config)
+    kv = load_kv_names(config, folder)
     if not config.gateway.match:
         yield kv, None
         return

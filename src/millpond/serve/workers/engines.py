@@ -19,14 +19,17 @@ from millpond.serve.transfer.sender import HandoffSender
 from millpond.serve.workers.rank_kv import RankKv
 
 
-def make_engine(config: Config, group: GroupSpec, rank: int) -> Engine:
+def make_engine(config: Config, folder: RunFolder, group: GroupSpec, rank: int) -> Engine:
     """Load the engine of one rank of `group`; the first one of all shows on a terminal how far it is.
 
     Raises:
+        ConfigError: The model's files have changed since the service started.
         ModelFormatError: The model's files cannot be used.
         InvariantBroken: Its blocks are not laid out as gateway and node daemon conclude from the config.
     """
+    folder.require_served_model(config)
     engine = _load(config, group, rank)
+    folder.require_served_model(config)  # once more: they may have changed while they were read
     if engine.layout != configured_layout(config.engine, config.synthetic):
         raise InvariantBroken(f"the engine of {config.engine.model} has another layout than its config says")
     return engine
