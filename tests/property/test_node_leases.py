@@ -14,6 +14,7 @@ from millpond.core.node_messages import Load, NodeHello, Slot
 from millpond.core.request import KvIdentity
 
 LEASE_NS = 10
+PATIENCE_NS = 6
 PEERS = st.sampled_from(["a", "b", "c"])
 KV = KvIdentity(bytes(32), 0)
 
@@ -33,7 +34,7 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases = NodeLeases(LEASE_NS)
+        self.leases = NodeLeases(LEASE_NS, PATIENCE_NS)
         self.now_ns = 0
         self.next_pid = 1
         self.processes: dict[str, Process] = {}
@@ -46,6 +47,9 @@ class Leases(RuleBasedStateMachine):
         self.done: list[HeldLoad] = []
         self.expected: list[HeldLoad] = []
         """Loads that wait, in the order in which they are to start."""
+        self.has_room = True
+        self.full_ns: dict[HeldLoad, int] = {}
+        """When a load found no room as the head of the queue."""
 
     # --- what the daemon does with what is freed ---
 
@@ -57,7 +61,7 @@ class Leases(RuleBasedStateMachine):
             assert load.is_ended
             if load.stage is LoadStage.DONE:
                 self.done.remove(load)
-                self.leases.room()
+                self.room()
             elif load.stage is LoadStage.WAITING:
                 self.expected.remove(load)
 
@@ -153,21 +157,31 @@ class Leases(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.starting is None)
     def start(self) -> None:
-        self.starting = self.leases.start()
-        if self.starting is not None:
-            assert self.starting is self.expected.pop(0)
+        load = self.starting = self.leases.start(self.now_ns)
+        if load is None:
+            assert not self.has_room or not self.expected
+            return
+        assert load in self.expected
+        assert load.takes_slots == self.has_room
+        assert load.takes_slots == (load is self.expected[0])
+        waited = self.now_ns - self.full_ns.get(load, self.now_ns)
+        assert load.takes_less == (load.takes_slots and waited >= PATIENCE_NS)
+        self.expected.remove(load)
 
-    @rule(end=st.sampled_from(["started", "no_room", "absent"]))
+    @rule(end=st.sampled_from(["started", "no_room", "no_room", "absent"]))
     @precondition(lambda self: self.starting is not None)
     def end_start(self, end: str) -> None:
         load = self.starting
         assert load is not None
         self.starting = None
         if end == "no_room":
-            self.leases.no_room(load)
+            self.leases.no_room(self.now_ns, load)
             if not load.is_ended:
-                self.expected.insert(0, load)
-                assert self.leases.start() is None
+                self.expected = sorted([*self.expected, load], key=lambda one: one.turn)
+                if load.takes_slots:
+                    assert self.expected[0] is load
+                    self.full_ns.setdefault(load, self.now_ns)
+                    self.has_room = False
         elif end == "absent":
             assert self.leases.refuse(load) == (not load.is_ended)
         elif self.leases.started(load):
@@ -179,6 +193,26 @@ class Leases(RuleBasedStateMachine):
     @rule()
     def room(self) -> None:
         self.leases.room()
+        self.has_room = True
+
+    @rule()
+    @precondition(lambda self: self.starting is None and not self.has_room)
+    def try_all(self) -> None:
+        """After the head has tried in vain all behind it have a turn, and only one."""
+        self.try_behind()
+        self.room()
+        self.start()
+        if self.starting is not None:
+            self.end_start("no_room")
+            assert self.try_behind() == self.expected[1:]
+
+    def try_behind(self) -> list[HeldLoad]:
+        tried: list[HeldLoad] = []
+        while (load := self.leases.start(self.now_ns)) is not None:
+            assert not load.takes_slots
+            self.leases.no_room(self.now_ns, load)
+            tried.append(load)
+        return tried
 
     @rule(data=st.data())
     @precondition(lambda self: self.running)

@@ -10,6 +10,7 @@ process exists: whoever was frozen may wake up in the midst of a copy.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from enum import Enum
 
 from millpond.core.errors import InvariantBroken
 from millpond.core.node_messages import Load, NodeHello, Slot
+from millpond.core.units import SECOND_NS
+
+PATIENCE_NS = SECOND_NS // 2
 
 
 class LoadStage(Enum):
@@ -37,9 +41,17 @@ class HeldLoad:
 
     peer: str
     order: Load
+    turn: int
+    """Its place in the order in which all loads came."""
     stage: LoadStage = LoadStage.WAITING
     is_ended: bool = False
     """The rank needs it no more, but a thread still works on it."""
+    takes_slots: bool = True
+    """Of a load that is starting: whether it may take new slots. If not, only what is in memory already."""
+    takes_less: bool = False
+    """Of a load that is starting: where there are no new slots it takes the leading blocks that need none."""
+    full_ns: int | None = None
+    """When it was the head of the queue and found no room for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +84,21 @@ class NodeLeases:
 
     Args:
         lease_ns: After so long a silence a lease ends.
+        patience_ns: The head of the queue waits so long for room before it takes less.
     """
 
-    def __init__(self, lease_ns: int) -> None:
+    def __init__(self, lease_ns: int, patience_ns: int = PATIENCE_NS) -> None:
         self._lease_ns = lease_ns
+        self._patience_ns = patience_ns
         self._leases: dict[str, _Lease] = {}
         self._orphans: dict[int, dict[int, int]] = {}
         """Put slots of processes that are no peer's any more but may exist: pid -> slot -> generation."""
-        self._queue: deque[HeldLoad] = deque()
+        self._num_asked = 0
+        self._queue: list[HeldLoad] = []
+        """In the order of their turns."""
+        self._untried: deque[HeldLoad] = deque()
+        """While there is no room: loads behind the head that are to look at what is in memory. Some may have
+        left the queue."""
         self._starting: HeldLoad | None = None
         self._ended: set[HeldLoad] = set()
         """Ended loads that a thread still works on."""
@@ -144,17 +163,32 @@ class NodeLeases:
         if lease is None or lease.is_lapsed or order.number <= lease.last_number:
             return None
         lease.last_number = order.number
-        load = lease.loads[order.number] = HeldLoad(peer, order)
+        self._num_asked += 1
+        load = lease.loads[order.number] = HeldLoad(peer, order, self._num_asked)
         self._queue.append(load)
+        if not self._has_room:
+            self._untried.append(load)
         return load
 
-    def start(self) -> HeldLoad | None:
-        """The load that is to find its slots now: the head of the queue. One at a time."""
-        if self._starting is not None or not self._has_room or not self._queue:
+    def start(self, now_ns: int) -> HeldLoad | None:
+        """The load that is to find its slots now, and how (`takes_slots`, `takes_less`). One at a time.
+
+        It is the head of the queue. While that finds no room, those behind it have their turns between its
+        tries, but take no new slot: of these it is not to be starved.
+        """
+        if self._starting is not None:
             return None
-        self._starting = self._queue.popleft()
-        self._starting.stage = LoadStage.STARTING
-        return self._starting
+        load = self._next()
+        if load is None:
+            return None
+        load.takes_slots = self._has_room
+        load.takes_less = (
+            load.takes_slots and load.full_ns is not None and now_ns - load.full_ns >= self._patience_ns
+        )
+        self._queue.remove(load)
+        load.stage = LoadStage.STARTING
+        self._starting = load
+        return load
 
     def started(self, load: HeldLoad) -> bool:
         """A load has its slots; whether it is still needed. If so it runs, if not it is to be released."""
@@ -162,13 +196,20 @@ class NodeLeases:
         load.stage = LoadStage.RUNNING
         return not self._forget_ended(load)
 
-    def no_room(self, load: HeldLoad) -> None:
-        """A load found no slots: it waits at the head of the queue for `room`."""
+    def no_room(self, now_ns: int, load: HeldLoad) -> None:
+        """A load found no slots: it waits in its place. If that is the head of the queue, for `room`."""
         self._end_start(load)
         load.stage = LoadStage.WAITING
-        if not self._forget_ended(load):
-            self._queue.appendleft(load)
-            self._has_room = False
+        if self._forget_ended(load):
+            return
+        insort(self._queue, load, key=lambda one: one.turn)
+        if not load.takes_slots:
+            return
+        self._has_room = False
+        if load.full_ns is None:
+            load.full_ns = now_ns
+        if not self._untried:  # otherwise a head that tries often would keep the last from their turns
+            self._untried.extend(self._queue[1:])
 
     def room(self) -> None:
         """Something was given back: the head of the queue may try again."""
@@ -287,6 +328,15 @@ class NodeLeases:
         return problems
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _next(self) -> HeldLoad | None:
+        if self._has_room:
+            return self._queue[0] if self._queue else None
+        while self._untried:
+            load = self._untried.popleft()
+            if load in self._queue:
+                return load
+        return None
 
     def _end_start(self, load: HeldLoad) -> None:
         if load is not self._starting:

@@ -64,13 +64,23 @@ class TieredLoader:
         """Loads that were begun and not yet given back."""
         return len(self._loads)
 
-    def begin(self, chain: BlockChain, located: bytes, *, deadline_ns: int) -> TieredLoad | None:
+    def num_here(self, chain: BlockChain) -> int:
+        """Leading blocks that need no new slot now: they are in memory, or a load brings them."""
+        with self._changed:
+            knows = self._level.blocks.knows
+            missing = (i for i, digest in enumerate(chain.digests) if not knows(digest[:BLOCK_HASH_BYTES]))
+            return next(missing, len(chain.digests))
+
+    def begin(
+        self, chain: BlockChain, located: bytes, *, deadline_ns: int, takes_slots: bool = True
+    ) -> TieredLoad | None:
         """Hold slots for the longest prefix that seems to be had. May wait for the metadata.
 
         Args:
             chain: The blocks wanted.
             located: Packed `Matched` of this chain, a hint; anything else counts as nothing.
             deadline_ns: For what is asked, on the monotonic clock.
+            takes_slots: Whether it may take new slots; if not, it holds blocks that have one.
 
         Returns:
             A load to `run` and to `release`; None if not even the first block is to be had.
@@ -99,10 +109,14 @@ class TieredLoader:
         wanted = replace(chain, digests=chain.digests[: min(length, max(1, most))])
         hit = cut_hit(hit, wanted)
         with self._changed:  # at once: whoever looks between would find slots that no load holds
-            blocks, lane = self._hold([digest[:BLOCK_HASH_BYTES] for digest in wanted.digests])
+            blocks, lane = self._hold(
+                [digest[:BLOCK_HASH_BYTES] for digest in wanted.digests], takes_slots=takes_slots
+            )
             load = TieredLoad(wanted, blocks, lane, hit, places)
             load.has_matched = has_matched
             load.has_asked.update(elsewhere)
+            if load.num_blocks < len(names):
+                load.cut_by = "absent" if load.num_blocks == length else "no_room"
             self._loads.append(load)
             load.told[:] = [0 if held.is_whole else held.num_rows for held in blocks]
             for index, held in enumerate(blocks):
@@ -333,8 +347,10 @@ class TieredLoader:
             self._level.blocks.unpin(held)
         self._arena.give_back_lane(load.lane)
 
-    def _hold(self, names: Sequence[bytes]) -> tuple[list[HeldBlock], int]:
+    def _hold(self, names: Sequence[bytes], *, takes_slots: bool) -> tuple[list[HeldBlock], int]:
         """Slots and a lane, or neither. With the lock held."""
+        if not takes_slots and not all(map(self._level.blocks.knows, names)):
+            raise ArenaFull("a block needs a new slot", code="dram.full")
         lane = self._arena.take_lane()
         if lane is None:
             raise ArenaFull("as many loads as there may be", code="dram.lanes")

@@ -103,8 +103,9 @@ class NodeDaemon:
             self._on_message(*received)
         self._jobs.go_on()
         self._memory.require_alive()
-        self._pass_time(time.monotonic_ns())
-        self._loads.start()
+        now_ns = time.monotonic_ns()
+        self._pass_time(now_ns)
+        self._loads.start(now_ns)
 
     def _on_message(self, name: str, message: object) -> None:
         now_ns = time.monotonic_ns()

@@ -1,15 +1,16 @@
 """`LoadDesk`: the loads of all ranks of a host, from the order to the return of their slots.
 
 Slots are found for one load after the other, in the order in which they came: the queue of a scheduler is
-also the prefetch. One that finds no room waits, and with it all behind it, until something is given back or
-written.
+also the prefetch. One that finds no room waits until something is given back or written, and all behind it
+wait too, but for those that are in memory already and need none. It does not wait long if some of it is in
+memory: then it goes on with that.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -93,13 +94,12 @@ class LoadDesk:
             self._leases.cancel(peer, order.number)
             self._refuse(load, refusal)
 
-    def start(self) -> None:
+    def start(self, now_ns: int) -> None:
         """Have slots found for the load whose turn it is."""
-        load = self._leases.start()
+        load = self._leases.start(now_ns)
         if load is not None:
-            order = load.order
             self._jobs.submit(
-                self._jobs.starter, lambda: self._begin(order), lambda made: self._on_begun(load, made)
+                self._jobs.starter, lambda: self._begin(load), lambda made: self._on_begun(load, made)
             )
 
     def pass_time(self, now_ns: int) -> None:
@@ -133,27 +133,48 @@ class LoadDesk:
             return [f"{len(held)} loads hold slots, {len(self._tiered)} are known"]
         return []
 
-    def _begin(self, order: Load) -> _Begun:
+    def _begin(self, load: HeldLoad) -> _Begun:
         """Find slots for a load, and a state if it wants one. The starter's thread."""
+        order = load.order
         try:
             chain = BlockChain(TenantId(order.kv.tenant), order.kv.root, cut_digests(order.digests))
-            until_ns = min(order.deadline_ns, time.monotonic_ns() + MATCH_NS)
-            load = self._memory.loader.begin(chain, order.located, deadline_ns=until_ns)
+            tiered = self._find_slots(load, chain)
         except ArenaFull:
             return _Begun(None, is_full=True)
         except MillpondError as error:
             log.info("node.load_absent", code=error.code, error=error.message)
             return _Begun(None)
-        if load is None or not order.wants_state:
-            return _Begun(load)
-        return _Begun(load, self._memory.snapshots.find(chain.digests[: load.num_blocks]))
+        if tiered is None or not order.wants_state:
+            return _Begun(tiered)
+        return _Begun(tiered, self._memory.snapshots.find(chain.digests[: tiered.num_blocks]))
+
+    def _find_slots(self, load: HeldLoad, chain: BlockChain) -> TieredLoad | None:
+        """As `TieredLoader.begin`, and as the load may: with new slots, or with none."""
+        loader, located = self._memory.loader, load.order.located
+        until_ns = min(load.order.deadline_ns, time.monotonic_ns() + MATCH_NS)
+        if load.takes_slots:
+            try:
+                return loader.begin(chain, located, deadline_ns=until_ns)
+            except ArenaFull:
+                if not load.takes_less:
+                    raise
+        num_here, num_asked = loader.num_here(chain), len(chain.digests)
+        if not num_here or (num_here < num_asked and not load.takes_less):
+            raise ArenaFull(f"{num_asked - num_here} blocks need a new slot", code="dram.full")
+        here = replace(chain, digests=chain.digests[:num_here])
+        tiered = loader.begin(here, located, deadline_ns=until_ns, takes_slots=False)
+        if tiered is not None and num_here < num_asked:
+            tiered.cut_by = "no_room"
+        return tiered
 
     def _on_begun(self, load: HeldLoad, made: _Begun) -> None:
         tiered = made.load
         if made.is_full:
-            self._tried_ns = time.monotonic_ns()
-            self._leases.no_room(load)
-            self._room.make(len(load.order.digests) // DIGEST_BYTES)
+            now_ns = time.monotonic_ns()
+            self._leases.no_room(now_ns, load)
+            if load.takes_slots:
+                self._tried_ns = now_ns
+                self._room.make(len(load.order.digests) // DIGEST_BYTES)
         elif tiered is None:
             if self._leases.refuse(load):
                 self._refuse(load, "absent")
@@ -175,7 +196,9 @@ class LoadDesk:
             number=order.number,
             is_approximate=tiered.is_approximate or (state is not None and state.is_approximate),
         )
-        self._counts.count_accepted(wants_state=order.wants_state, has_state=state is not None)
+        self._counts.count_accepted(
+            wants_state=order.wants_state, has_state=state is not None, cut_by=tiered.cut_by
+        )
         self._send(load.peer, accepted)
         self._jobs.submit(
             self._jobs.loader,
@@ -185,7 +208,7 @@ class LoadDesk:
 
     def _on_loaded(self, load: HeldLoad, tiered: TieredLoad, result: LoadResult) -> None:
         order = load.order
-        self._counts.count_loaded(result, len(tiered.slots))
+        self._counts.count_loaded(result, tiered.num_blocks, was_cut=bool(tiered.cut_by))
         is_held = self._leases.finish(load)
         done = LoadDone(
             request_id=order.request_id,

@@ -19,7 +19,7 @@ class NodeCounts:
     refused: Counter[str] = field(default_factory=Counter[str])
     """By reason."""
     shortened: int = 0
-    """Accepted, and fewer blocks came than were promised."""
+    """Accepted, and fewer blocks came than were asked for."""
     shortened_by: Counter[str] = field(default_factory=Counter[str])
     """Reasons why."""
     blocks: Counter[str] = field(default_factory=Counter[str])
@@ -33,16 +33,19 @@ class NodeCounts:
     """Messages that made no sense, or came when their lease was over."""
     leases_expired: int = 0
 
-    def count_accepted(self, *, wants_state: bool, has_state: bool) -> None:
-        """A load has its slots."""
+    def count_accepted(self, *, wants_state: bool, has_state: bool, cut_by: str) -> None:
+        """A load has its slots, if `cut_by` is not empty for fewer blocks than were asked for."""
         self.accepted += 1
+        if cut_by:
+            self.shortened += 1
+            self.shortened_by[cut_by] += 1
         self.states_found += has_state
         self.states_missed += wants_state and not has_state
 
-    def count_loaded(self, result: LoadResult, num_promised: int) -> None:
+    def count_loaded(self, result: LoadResult, num_promised: int, *, was_cut: bool) -> None:
         """A load has run."""
         if result.num_blocks < num_promised:
-            self.shortened += 1
+            self.shortened += not was_cut
             self.shortened_by.update(result.reasons)
         self.blocks["memory"] += result.from_memory
         self.blocks["peers"] += result.from_peers

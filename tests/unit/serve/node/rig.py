@@ -324,14 +324,14 @@ class RawPeer:
         self.received.remove(found)
         return found
 
-    def load(self, of: BlockChain, number: int, *, deadline_s: float = 20.0) -> Load:
+    def load(self, of: BlockChain, number: int, *, located: bytes = b"", deadline_s: float = 20.0) -> Load:
         """Ask for a load."""
         order = Load(
             RequestId(f"raw{number}"),
             0,
             identity(of),
             b"".join(of.digests),
-            b"",
+            located,
             time.monotonic_ns() + int(deadline_s * 1e9),
             number=number,
         )
