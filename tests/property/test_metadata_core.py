@@ -14,7 +14,7 @@ from millpond.core.units import SECOND_NS
 from millpond.store.index import BlockIndex
 from millpond.store.metadata.core import HOUR_S, MetadataCore, MetadataParams
 from millpond.store.metadata.quotas import QuotaBook, TenantQuota, stored_kib
-from millpond.store.net.messages import Abort, Done, Evict, Forget, Location, Matched, Pin, Unpin
+from millpond.store.net.messages import LEASE_HELD, Abort, Done, Evict, Forget, Location, Matched, Pin, Unpin
 from tests.unit.store.metadata.names import ROOT, WINDOW, commit, digests, hashes, match, reserve
 
 MAX_BLOCKS = 24
@@ -111,8 +111,9 @@ class MetadataMachine(RuleBasedStateMachine):
             return
         self.note_evictions(tenant)
         exists = there is not None and there.end - there.begin >= end - begin
-        assert bool(given) == (not taken and not exists)
-        if given:
+        assert (given == 0) == exists
+        assert (given == LEASE_HELD) == (taken and not exists)
+        if given > 0:
             self.leases[name] = (holder, tenant, kib, self.now_ns + given)
             total = self.used_kib(tenant) + sum(x[2] for x in self.leases.values() if x[1] == tenant)
             assert total <= QUOTA.max_mib * 1024

@@ -33,7 +33,7 @@ class WriteEnd(IntEnum):
 
     PUBLISHED = 0
     EXISTS = 1
-    """The extent is there already, or another writer holds its lease: nothing was sent."""
+    """The extent is there already: nothing was sent."""
     BEATEN = 2
     """Another writer published first; our shards are garbage."""
     REFUSED = 3
@@ -42,6 +42,8 @@ class WriteEnd(IntEnum):
     """The deadline or the lease ran out first."""
     UNKNOWN = 5
     """The metadata did not answer: it may or may not be published."""
+    HELD = 6
+    """Another writer holds the lease: nothing was sent, and nobody knows yet whether it will be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +135,17 @@ class ExtentWrite:
         return [AskLease()]
 
     def on_lease(self, now_ns: int, lease_ns: int) -> list[WriteAction]:
-        """Learn the answer to `AskLease`: how long the lease lasts from its asking on; 0: do not write."""
+        """Learn the answer to `AskLease`.
+
+        Args:
+            now_ns: Time.
+            lease_ns: How long the lease lasts from its asking on; 0: the extent is there already; negative:
+                another writer holds the lease.
+        """
         if self._phase != _Phase.LEASING:
             return []
-        if not lease_ns:
-            return self._end(WriteEnd.EXISTS)
+        if lease_ns <= 0:
+            return self._end(WriteEnd.HELD if lease_ns else WriteEnd.EXISTS)
         began_ns = self._deadline_ns - int(self._params.deadline_s * SECOND_NS)
         self._deadline_ns = min(self._deadline_ns, began_ns + lease_ns)
         if now_ns >= self._deadline_ns:

@@ -247,7 +247,8 @@ class Pool:
             expiry_class: Class of the segments.
 
         Returns:
-            One result per extent. An extent that exists or that another writer is writing costs nothing.
+            One result per extent. An extent that exists or that another writer is writing costs nothing; of
+            the latter nobody knows whether it will exist.
 
         Raises:
             InvalidRequest: No blocks, blocks of a wrong size, or more than the chain has.

@@ -77,6 +77,12 @@ def test_no_lease_no_bytes():
     assert write.on_lease(MS, 0) == [EndWrite(WriteEnd.EXISTS, 0)]
 
 
+def test_a_lease_that_another_holds_says_nothing_of_what_will_be_there():
+    write = ExtentWrite(12, 2, PARAMS)
+    write.begin(0)
+    assert write.on_lease(MS, -1) == [EndWrite(WriteEnd.HELD, 0)]
+
+
 def test_a_short_lease_is_the_deadline():
     write = ExtentWrite(12, 2, PARAMS)
     write.begin(0)
@@ -136,7 +142,7 @@ def test_any_history_ends_once_and_publishes_only_enough(data: st.DataObject):
         now_ns += data.draw(st.sampled_from([0, MS, 60 * MS, SECOND_NS]))
         match data.draw(st.sampled_from(["lease", "shard", "shard", "shard", "shard", "published", "time"])):
             case "lease":
-                lease_ns = data.draw(st.sampled_from([0, SECOND_NS, LEASE_NS]))
+                lease_ns = data.draw(st.sampled_from([0, -1, SECOND_NS, LEASE_NS]))
                 actions = write.on_lease(now_ns, lease_ns)
                 if SendShards() in actions:
                     lease_end_ns = lease_ns

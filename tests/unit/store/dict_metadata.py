@@ -8,6 +8,7 @@ import time
 from millpond.core.errors import DeadlineExceeded
 from millpond.core.pool_map import PoolMap
 from millpond.store.net.messages import (
+    LEASE_HELD,
     Abort,
     Commit,
     Done,
@@ -112,9 +113,10 @@ class DictMetadata:
 
     def _lease(self, request: Reserve, digest: bytes, count: int) -> int:
         key = (request.tenant, digest, count)
-        exists = any((k[0], k[2], k[3]) == key for k in self.extents)
-        if exists or self.leases.get(key, request.holder) != request.holder:
+        if any((k[0], k[2], k[3]) == key for k in self.extents):
             return 0
+        if self.leases.get(key, request.holder) != request.holder:
+            return LEASE_HELD
         self.leases[key] = request.holder
         return LEASE_NS
 

@@ -25,7 +25,7 @@ from millpond.store.codec.checksum import checksum
 from millpond.store.dram_arena import NUM_LANES, DramArena, SlotRef
 from millpond.store.dram_directory import DramDirectory, DramHost, DramPlace
 from millpond.store.net.connection import Connection
-from millpond.store.net.messages import NodeStatus, NodeStatusQuery, PeerRead
+from millpond.store.net.messages import NodeStatus, NodeStatusQuery, PeerRead, Reserve
 from tests.unit.store.dram_hosts import SLOT_BYTES, Got, Hosts, S, hosts
 from tests.unit.store.pool_cluster import (
     LAYOUT,
@@ -135,6 +135,26 @@ def test_metadata_that_is_down_does_not_lose_what_waits(made: Hosts) -> None:
     made.made.metadata.is_down = False
     host.clock.now_ns += 30 * S
     assert host.level.spill_due(deadline_ns=soon()) == 5
+
+
+def test_what_another_writer_holds_the_lease_of_waits_until_it_is_there_or_the_lease_is_over(
+    made: Hosts,
+) -> None:
+    """It may die, or be our own last try, and then nobody writes it."""
+    host, chain = made.add("h0"), chain_of(5)
+    host.put(chain)
+    name = chain.extent(0, 5)
+    reserve = Reserve(chain.tenant, ((name.digest, name.num_blocks),), (1,), 1)
+    made.made.metadata.call(reserve, prefix=chain.hashes, deadline_ns=soon())
+    assert host.level.spill_all(deadline_ns=soon()) == 0
+    assert host.level.num_waiting == 5
+    assert host.level.counts.given_up == 0
+    host.level.check()
+    made.made.metadata.leases.clear()  # it is over
+    host.clock.now_ns += 5 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 5
+    assert host.level.num_waiting == 0
+    assert extents_of(made, chain) == [(0, 5)]
 
 
 def test_a_tenant_over_its_quota_is_served_from_memory_and_makes_room_for_others(made: Hosts) -> None:

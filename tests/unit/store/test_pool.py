@@ -357,7 +357,9 @@ def test_two_writers_at_once_write_it_once(made: Cluster):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(r.result for r in results) == [WriteEnd.PUBLISHED] * 2 + [WriteEnd.EXISTS] * 6
+    ends = [r.result for r in results]
+    assert ends.count(WriteEnd.PUBLISHED) == 2
+    assert set(ends) <= {WriteEnd.PUBLISHED, WriteEnd.EXISTS, WriteEnd.HELD}
     assert made.read(chain)[1].num_blocks == 40
 
 

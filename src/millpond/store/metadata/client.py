@@ -28,6 +28,7 @@ from millpond.store.metadata.checkpoint import decode_map, encode_map
 from millpond.store.metadata.shard_link import ShardLink, ShardLinkParams
 from millpond.store.net.connection import error_of
 from millpond.store.net.messages import (
+    LEASE_HELD,
     Abort,
     Commit,
     Done,
@@ -296,7 +297,7 @@ class MetadataClient:
         return answer
 
     def _reserve(self, view: _View, request: Reserve, prefix: bytes, deadline_ns: int) -> Reserved:
-        lease_ns = [0] * len(request.extents)
+        lease_ns = [LEASE_HELD] * len(request.extents)  # nothing is known of it, so not that it exists
         given: list[tuple[int, _Naming]] = []
         try:
             for shard, part, places in _split(view, request, prefix):

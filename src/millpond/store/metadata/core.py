@@ -19,6 +19,7 @@ from millpond.policies.metadata_shard import LookupKey, ShardTable
 from millpond.store.index import BlockIndex, ExtentEntry
 from millpond.store.metadata.quotas import QuotaBook, stored_kib
 from millpond.store.net.messages import (
+    LEASE_HELD,
     Abort,
     Commit,
     Done,
@@ -225,13 +226,14 @@ class MetadataCore:
         return Reserved(tuple(given))
 
     def _lease(self, request: Reserve, name: _Name, num_bytes: int, now_ns: int, hour: int) -> int:
+        """As `Reserved` says it."""
         slot = self.index.find(name[0][:BLOCK_HASH_BYTES])
         if slot >= 0 and self.index.entry(slot).extent.num_blocks >= name[1]:
             return 0
         lease = self._leases.get(name)
         if lease is not None:
             if lease.expires_ns > now_ns and (lease.holder, lease.tenant) != (request.holder, request.tenant):
-                return 0
+                return LEASE_HELD
             self._end_lease(name, lease)
         tenant = TenantId(request.tenant)
         num_kib = stored_kib(num_bytes, self.params.k, self.params.m)

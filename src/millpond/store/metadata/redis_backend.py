@@ -27,6 +27,7 @@ from millpond.store.metadata.checkpoint import decode_map, encode_map
 from millpond.store.metadata.core import HOUR_S, MetadataParams
 from millpond.store.metadata.quotas import stored_kib
 from millpond.store.net.messages import (
+    LEASE_HELD,
     Abort,
     Commit,
     Done,
@@ -160,9 +161,9 @@ class RedisMetadata:
             parts += [name, name[:BLOCK_HASH_BYTES], stored_kib(num_bytes, self._params.k, self._params.m)]
         limit = self._max_tenant_kib
         given = self._run(Reserve, request.tenant, request.holder, lease_ms, limit, *parts)
-        if given == [-1]:
+        if given is None:
             raise QuotaExceeded(f"tenant {request.tenant} may not store so much", code="quota")
-        return Reserved(tuple(ms * MILLISECOND_NS for ms in given))
+        return Reserved(tuple(ms * MILLISECOND_NS if ms >= 0 else LEASE_HELD for ms in given))
 
     def _commit(self, request: Commit, hashes: bytes) -> Done:
         where = request.location

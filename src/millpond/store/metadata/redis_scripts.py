@@ -72,8 +72,10 @@ local given, out = {}, {}
 for i = 7, #ARGV, 3 do
   local name, hash, kib = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local there, who = load(of_block(hash)), call('GET', P..'l:'..name)
-  out[#out + 1] = 0
-  if not (there and there.n >= string.byte(name, 33)) and (not who or who == tenant..'/'..holder) then
+  local is_there = there and there.n >= string.byte(name, 33)
+  local is_held = who and who ~= tenant..'/'..holder
+  out[#out + 1] = is_there and 0 or -1
+  if not is_there and not is_held then
     end_lease(tenant, name)
     local function short()
       local sums = call('HMGET', P..'u:'..tenant, 'used', 'reserved')
@@ -87,7 +89,7 @@ for i = 7, #ARGV, 3 do
     end
     if limit > 0 and short() > 0 then
       for _, back in ipairs(given) do end_lease(tenant, back) end
-      return {-1}
+      return false
     end
     call('SET', P..'l:'..name, tenant..'/'..holder, 'PX', lease_ms)
     call('HSET', P..'k:'..tenant, name, kib)

@@ -182,8 +182,11 @@ class Reserve(Message, frozen=True, array_like=True):
     """The writer, 64 random bits; asking again renews."""
 
 
+LEASE_HELD = -1
+
+
 class Reserved(Message, frozen=True, array_like=True):
-    """Per extent: lease in ns, 0 if it exists or another writer holds it."""
+    """Per extent: lease in ns; 0 if the extent exists, `LEASE_HELD` if another writer holds the lease."""
 
     lease_ns: tuple[int, ...]
 

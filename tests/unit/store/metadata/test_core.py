@@ -13,6 +13,7 @@ from millpond.store.index import BlockIndex
 from millpond.store.metadata.core import HOUR_S, MetadataCore, MetadataParams
 from millpond.store.metadata.quotas import QuotaBook, TenantQuota
 from millpond.store.net.messages import (
+    LEASE_HELD,
     Commit,
     Done,
     Evict,
@@ -51,13 +52,14 @@ class Shard:
 def test_of_two_writers_one_gets_the_lease_and_the_first_commit_wins():
     shard = Shard()
     assert shard.ask(reserve(CHAIN, 0, 8, holder=1)).lease_ns == (30 * SECOND_NS,)
-    assert shard.ask(reserve(CHAIN, 0, 8, holder=2)).lease_ns == (0,)
+    assert shard.ask(reserve(CHAIN, 0, 8, holder=2)).lease_ns == (LEASE_HELD,)
     assert shard.ask(reserve(CHAIN, 0, 8, holder=1)).lease_ns == (30 * SECOND_NS,), "asking again renews"
     shard.wait(31)
     assert shard.core.num_leases == 0
     assert shard.ask(reserve(CHAIN, 0, 8, holder=2)).lease_ns == (30 * SECOND_NS,)
     assert shard.ask(*commit(CHAIN, 0, 8, nonce=11, holder=1)) == Done(1), "late, but first"
     assert shard.ask(*commit(CHAIN, 0, 8, nonce=12, holder=2)) == Done(0)
+    assert shard.ask(reserve(CHAIN, 0, 8, holder=3)).lease_ns == (0,), "it exists"
     assert shard.core.counts.lost_races == 1
     assert shard.ask(match(), hashes(CHAIN)).extents[0].nonce == 11
     assert shard.core.num_leases == 0

@@ -17,7 +17,18 @@ from millpond.store.index import BlockIndex
 from millpond.store.metadata.core import HOUR_S, MetadataCore, MetadataParams
 from millpond.store.metadata.quotas import QuotaBook, TenantQuota
 from millpond.store.metadata.redis_backend import RedisMetadata
-from millpond.store.net.messages import Abort, Done, Evict, Forget, Matched, Message, Pin, Touch, Unpin
+from millpond.store.net.messages import (
+    LEASE_HELD,
+    Abort,
+    Done,
+    Evict,
+    Forget,
+    Matched,
+    Message,
+    Pin,
+    Touch,
+    Unpin,
+)
 from tests.unit.store.metadata.names import ROOT, commit, digests, hashes, match, reserve
 from tests.unit.store.metadata.shards import MovedClock, wait_until
 from tests.unit.store.net.peers import within
@@ -98,12 +109,13 @@ def test_answers_equal_our_own_shards(shard: Shard, seed: int):
 
 def test_leases_pins_and_extents_end_by_time(shard: Shard):
     assert shard.ask(reserve(CHAIN, 0, 8, holder=1)).lease_ns == (30 * SECOND_NS,)
-    assert shard.ask(reserve(CHAIN, 0, 8, holder=2)).lease_ns == (0,)
+    assert shard.ask(reserve(CHAIN, 0, 8, holder=2)).lease_ns == (LEASE_HELD,)
     shard.clock.ahead_s += 31
     assert shard.ask(reserve(CHAIN, 8, 16, holder=2)).lease_ns[0], "asking for anything ends what is over"
     assert shard.redis.charged_kib(1) == (0, 10)
     shard.ask(*commit(CHAIN, 0, 8, nonce=1))
     shard.ask(*commit(CHAIN, 8, 16, nonce=2, holder=2))
+    assert shard.ask(reserve(CHAIN, 8, 16, holder=1)).lease_ns == (0,), "it exists"
     shard.clock.ahead_s += 3 * HOUR_S
     assert shard.ask(Touch(1, ROOT), hashes(CHAIN[:8])) == Done(8)
     shard.clock.ahead_s += 2 * HOUR_S

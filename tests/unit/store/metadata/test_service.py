@@ -24,7 +24,18 @@ from millpond.store.clock import SystemClock
 from millpond.store.files import DiskFiles
 from millpond.store.metadata.client import MetadataClient
 from millpond.store.metadata.server import MetadataServer, MetadataServerParams
-from millpond.store.net.messages import Abort, Done, Evict, Forget, Matched, MetadataStatus, Pin, Touch, Unpin
+from millpond.store.net.messages import (
+    LEASE_HELD,
+    Abort,
+    Done,
+    Evict,
+    Forget,
+    Matched,
+    MetadataStatus,
+    Pin,
+    Touch,
+    Unpin,
+)
 from tests.unit.store.metadata.names import ROOT, commit, digests, hashes, match, reserve
 from tests.unit.store.metadata.shards import TOKEN, Shards, shards, stop, wait_until
 from tests.unit.store.net.peers import within
@@ -102,6 +113,9 @@ def test_a_batch_over_several_shards_is_given_all_or_nothing(tmp_path: Path):
         assert len(given.lease_ns) == 20
         assert all(given.lease_ns)
         assert [status.num_leases > 0 for status in statuses(made)].count(True) >= 2
+        other = replace_extents(reserve(chain, 0, 1, holder=2), list(batch.extents), 1024)
+        held = made.client.call(other, prefix=hashes(chain), deadline_ns=within(10))
+        assert held.lease_ns == (LEASE_HELD,) * 20
         abort = Abort(1, batch.extents, 1)
         assert made.client.call(abort, prefix=hashes(chain), deadline_ns=within(10)) == Done(20)
         made.client.set_quota(1, max_mib=3, deadline_ns=within(10))
