@@ -391,8 +391,8 @@ class Dispatcher:
         sides = {assign.prefill.group: assign.prefill, assign.decode.group: assign.decode}
         for name, ref in sides.items():
             spec = assign.spec
-            tokens = spec.num_known_tokens if ref == assign.decode else spec.num_uncached_tokens
-            self._groups[name].book(ref.rank, tokens)
+            num_todo = spec.num_uncached_tokens if ref == assign.prefill else spec.num_known_tokens
+            self._groups[name].book(ref.rank, num_todo, spec.num_known_tokens)
 
     # --- tell ------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ class KnownGroup:
         self.room = 0
         self.num_assigns = up.seen_assigns
         """Assignments sent in this incarnation, those of earlier controllers included."""
-        self.unseen: list[tuple[int, DpRank, int]] = []
-        """(ordinal, rank, tokens) of assignments that the last report does not include."""
+        self.unseen: list[tuple[int, DpRank, int, int]] = []
+        """(ordinal, rank, tokens to compute, tokens to hold) of assignments that the last report does not
+        include."""
         self.views = {
             info.rank: RankView(info.rank, 0, 0, 0, 0, info.num_blocks, info.num_slots) for info in up.ranks
         }
@@ -33,14 +34,14 @@ class KnownGroup:
         self.views = {view.rank: view for view in report.views}
         self.unseen = [entry for entry in self.unseen if entry[0] > report.seen_assigns]
         self._adjusted = dict(self.views)
-        for _, rank, tokens in self.unseen:
-            self._count_in(rank, tokens)
+        for _, rank, num_todo, num_kv in self.unseen:
+            self._count_in(rank, num_todo, num_kv)
 
-    def book(self, rank: DpRank, tokens: int) -> None:
-        """Note an assignment."""
+    def book(self, rank: DpRank, num_todo_tokens: int, num_kv_tokens: int) -> None:
+        """Note an assignment: tokens that the rank will report as queued, and tokens that it will hold."""
         self.num_assigns += 1
-        self.unseen.append((self.num_assigns, rank, tokens))
-        self._count_in(rank, tokens)
+        self.unseen.append((self.num_assigns, rank, num_todo_tokens, num_kv_tokens))
+        self._count_in(rank, num_todo_tokens, num_kv_tokens)
 
     def adjusted_views(self) -> list[RankView]:
         """Views with our own later assignments counted in, so that a burst within one report period
@@ -48,8 +49,11 @@ class KnownGroup:
         """
         return list(self._adjusted.values())
 
-    def _count_in(self, rank: DpRank, tokens: int) -> None:
+    def _count_in(self, rank: DpRank, num_todo_tokens: int, num_kv_tokens: int) -> None:
         view = self._adjusted[rank]
         self._adjusted[rank] = replace(
-            view, num_queued=view.num_queued + 1, queued_tokens=view.queued_tokens + tokens
+            view,
+            num_queued=view.num_queued + 1,
+            queued_tokens=view.queued_tokens + num_todo_tokens,
+            queued_kv_tokens=view.queued_kv_tokens + num_kv_tokens,
         )

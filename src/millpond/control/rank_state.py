@@ -50,11 +50,13 @@ class RankState:
         }
         self._kv_tokens = 0
         self._queued_tokens = 0
+        self._queued_kv_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.lines[SequenceState.QUEUED][sequence.key] = sequence
         self._queued_tokens += sequence.num_todo_tokens
+        self._queued_kv_tokens += sequence.num_tokens
 
     def find(self, key: Key) -> Sequence | None:
         """Return the sequence of (request, attempt), if this rank has it."""
@@ -126,6 +128,8 @@ class RankState:
             return new
         key = sequence.key
         del self.lines[old][key]
+        if old is SequenceState.QUEUED:
+            self._queued_kv_tokens -= sequence.num_tokens
         if old in WAITING and new not in WAITING:
             self._queued_tokens -= sequence.num_todo_tokens
             self.end_load(sequence)
@@ -181,6 +185,7 @@ class RankState:
             kv_tokens=self._kv_tokens,
             free_blocks=self.memory.num_free_blocks,
             free_slots=self.memory.num_free_slots,
+            queued_kv_tokens=self._queued_kv_tokens,
         )
 
     def check(self) -> list[str]:
@@ -211,6 +216,9 @@ class RankState:
         queued = sum(s.num_todo_tokens for s in waiting)
         if queued != self._queued_tokens:
             problems.append(f"queued_tokens is {self._queued_tokens}, should be {queued}")
+        to_hold = sum(s.num_tokens for s in self.lines[SequenceState.QUEUED].values())
+        if to_hold != self._queued_kv_tokens:
+            problems.append(f"queued_kv_tokens is {self._queued_kv_tokens}, should be {to_hold}")
         return problems + self._check_loads(holders)
 
     def _check_loads(self, holders: list[Sequence]) -> list[str]:

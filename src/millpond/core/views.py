@@ -22,3 +22,5 @@ class RankView:
     """Tokens of the sequences that hold memory."""
     free_blocks: int
     free_slots: int
+    queued_kv_tokens: int = 0
+    """Known tokens of assigned sequences that hold nothing yet: what they will hold, cached or not."""

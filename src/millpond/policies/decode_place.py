@@ -20,7 +20,7 @@ class DecodePlaceParams:
 
 def can_take(rank: RankView, need_tokens: int) -> bool:
     """Tell whether a rank could grant memory now. Queued sequences count as if they held theirs."""
-    queued_blocks = num_blocks_for(rank.queued_tokens) + rank.num_queued
+    queued_blocks = num_blocks_for(rank.queued_kv_tokens) + rank.num_queued
     return rank.free_slots > rank.num_queued and rank.free_blocks - queued_blocks >= num_blocks_for(
         need_tokens
     )
@@ -58,4 +58,4 @@ def pick_decode_rank(ranks: Sequence[RankView], need_tokens: int, params: Decode
 
 def tokens_of(rank: RankView) -> int:
     """Tokens resident on a rank or on their way to it."""
-    return rank.kv_tokens + rank.queued_tokens
+    return rank.kv_tokens + rank.queued_kv_tokens

@@ -163,6 +163,27 @@ def test_bug_46_a_burst_within_one_report_period_spreads_evenly_and_counters_ret
         assert all(v.num_queued == v.queued_tokens == 0 for v in group.adjusted_views())
 
 
+def test_a_mixed_rank_with_a_queued_hit_is_not_taken_for_empty():
+    """Cached tokens need no computing, but memory like all others."""
+    num_tokens = 80 * BLOCK_TOKENS
+    ups = [make_group_up(name, "mixed", num_blocks=100) for name in ("m0", "m1")]
+    desk = Desk(*ups, expected=("m0", "m1"))
+    queued = view(free_blocks=100, num_queued=1, queued_tokens=2 * BLOCK_TOKENS, queued_kv_tokens=num_tokens)
+    busy = view(free_blocks=100, queued_tokens=3 * BLOCK_TOKENS)  # m0 has less to compute and is asked first
+    desk.tell(report("m0", queued, room=1), report("m1", busy, room=1))
+    assert desk.assigned("next", num_prompt=num_tokens).decode.group == "m1"
+
+
+def test_what_was_assigned_since_the_report_counts_as_memory_that_is_taken():
+    num_tokens = 80 * BLOCK_TOKENS
+    desk = Desk(make_group_up("m0", "mixed", num_blocks=100), expected=("m0",))
+    desk.tell(report("m0", view(free_blocks=100), room=2))
+    desk.assigned("a", num_prompt=num_tokens, num_cached=78 * BLOCK_TOKENS)
+    assert desk.after(Submit(make_spec("b", num_tokens))) == NOTHING
+    (group,) = desk.dispatcher._groups.values()
+    assert [v.queued_tokens for v in group.adjusted_views()] == [2 * BLOCK_TOKENS]
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 

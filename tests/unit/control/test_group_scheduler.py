@@ -16,6 +16,7 @@ from millpond.core.events import (
     HandoffClosed,
     HandoffFailed,
     HandoffSent,
+    Loaded,
     StepDone,
 )
 from millpond.core.ids import DpRank, GroupId, RankRef, RequestId
@@ -46,6 +47,19 @@ def is_empty(scheduler):
 
 def local(name="r", num_prompt=10, **more):
     return make_assign(make_spec(name, num_prompt, **more), M0, M0)
+
+
+def test_what_waits_will_hold_all_its_tokens_however_many_need_no_computing():
+    scheduler = make_scheduler(GroupRole.MIXED, num_blocks=40, can_load=True)
+    assign_all(scheduler, local(num_prompt=600, num_cached=512))
+    (view,) = scheduler.views()
+    assert (view.queued_tokens, view.queued_kv_tokens, view.kv_tokens) == (600 - 512, 600, 0)
+    scheduler.next_plan(0)
+    scheduler.advance(0, Loaded(RequestId("r"), 0, 512))
+    scheduler.next_plan(0)
+    (view,) = scheduler.views()
+    assert (view.queued_tokens, view.queued_kv_tokens, view.kv_tokens) == (600 - 512, 0, 600)
+    require_sound([scheduler])
 
 
 def run_to_end(scheduler, engines, limit=2000):

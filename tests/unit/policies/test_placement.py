@@ -43,7 +43,7 @@ def test_over_the_line_the_fewest_tokens_win():
 def test_a_rank_without_memory_is_never_picked():
     full = view(0, free_blocks=1)
     no_slot = view(1, free_slots=0)
-    promised = view(2, free_blocks=10, num_queued=3, queued_tokens=3 * BLOCK_TOKENS)
+    promised = view(2, free_blocks=10, num_queued=3, queued_kv_tokens=3 * BLOCK_TOKENS)
     assert pick_decode_rank([full, no_slot, promised], 5 * BLOCK_TOKENS, PARAMS) is None
     assert not can_take(view(free_slots=2, num_queued=2), 1)
 
@@ -55,6 +55,7 @@ RANKS = st.lists(
         num_seqs=st.integers(0, 9),
         num_queued=st.integers(0, 3),
         queued_tokens=st.integers(0, 900),
+        queued_kv_tokens=st.integers(0, 900),
         kv_tokens=st.integers(0, 5000),
         free_blocks=st.integers(0, 40),
         free_slots=st.integers(0, 9),
@@ -89,6 +90,6 @@ def test_bug_46_equal_ranks_are_filled_evenly():
         ranks[choice] = replace(
             ranks[choice],
             num_queued=ranks[choice].num_queued + 1,
-            queued_tokens=ranks[choice].queued_tokens + 100,
+            queued_kv_tokens=ranks[choice].queued_kv_tokens + 100,
         )
     assert [r.num_queued for r in ranks] == [125] * 4
