@@ -38,15 +38,19 @@ class PeerCall:
         return answer.lineage if isinstance(answer, PeerBlock) else 0
 
     def cancel(self) -> None:
-        """Give up, from any thread: `finish` returns at once."""
+        """Give up, from any thread: `finish` returns at once, and `out` is not written any more."""
         self.link.cancel(self.call)
+        # A link that was closed meanwhile has nobody to tell.
+        self.call.finish(DeadlineExceeded("no answer in time", code="dram.deadline"))
+
+    def wait(self, deadline_ns: int) -> bool:
+        """Wait; whether there is an answer, good or bad."""
+        return self.call.wait(deadline_ns)
 
     def finish(self, *, deadline_ns: int) -> bool:
         """Wait, and prove what came. If False, `out` is garbage and is not written any more."""
         if not self.call.wait(deadline_ns):
-            self.link.cancel(self.call)
-            # A link that was closed meanwhile has nobody to tell.
-            self.call.finish(DeadlineExceeded("no answer in time", code="dram.deadline"))
+            self.cancel()
         try:
             answer = self.call.result().message
             if not isinstance(answer, PeerBlock) or checksum(self.out.data) != answer.checksum:
@@ -77,12 +81,22 @@ class DramPeers:
         self._links: dict[str, NodeLink] = {}
         """By address."""
 
-    def start(self, place: DramPlace, block_hash: bytes, out: Block, *, deadline_ns: int) -> PeerCall | None:
-        """Begin to read a block into `out`; None if its host cannot be asked."""
+    def start(
+        self, place: DramPlace, block_hash: bytes, out: Block, *, deadline_ns: int, up_ns: int | None = None
+    ) -> PeerCall | None:
+        """Begin to read a block into `out`; None if its host cannot be asked.
+
+        Args:
+            place: Where it is.
+            block_hash: Its name.
+            out: One block.
+            deadline_ns: For the answer, on the monotonic clock.
+            up_ns: Until when to wait for a connection that is being made, if not so long.
+        """
         host = self._directory.host(place.host)
         if host is None or host.epoch != place.epoch:
             return None
-        link = self._link(place.host, host.address, deadline_ns)
+        link = self._link(place.host, host.address, deadline_ns if up_ns is None else up_ns)
         query = PeerRead(place.epoch, block_hash, place.ref.slot, place.ref.generation)
         try:
             call = link.start(

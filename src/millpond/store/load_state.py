@@ -115,6 +115,10 @@ class TieredLoad:
         parts = (part for part in self.hit.extents if part.begin <= index < part.end)
         return next((part.location.lineage for part in parts), 1)
 
+    def lineages_on_disk(self) -> dict[int, int]:
+        """Of the blocks that the disks seem to have, by index."""
+        return {i: part.location.lineage for part in self.hit.extents for i in range(part.begin, part.end)}
+
     @property
     def slots(self) -> tuple[SlotRef, ...]:
         """Where the blocks are or will be."""

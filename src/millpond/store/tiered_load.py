@@ -22,7 +22,7 @@ import structlog
 
 from millpond.core.errors import ArenaFull, InvalidRequest, MillpondError
 from millpond.core.hashing import BLOCK_HASH_BYTES
-from millpond.core.units import SECOND_NS
+from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.store.chain import BlockChain, Hit
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram import DramLevel
@@ -35,6 +35,9 @@ from millpond.store.located import parse_located
 from millpond.store.slot_sink import SlotSink
 
 log = structlog.get_logger(__name__)
+
+_SOON_NS = 500 * MILLISECOND_NS
+"""So long a load waits for hosts that may hang, and for a new match, while the disks could be read."""
 
 
 class TieredLoader:
@@ -229,25 +232,41 @@ class TieredLoader:
                     self._changed.wait(left_ns / SECOND_NS)
 
     def _fetch(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> None:
-        """Fetch blocks that are ours, and let go of them."""
-        reason = "absent"
+        """Fetch blocks that are ours, and let go of them. Other hosts' memory comes first: one that hangs
+        holds up its own blocks for half of the time that is left, and the others for a moment.
+        """
+        now_ns = time.monotonic_ns()
+        half_ns = now_ns + (deadline_ns - now_ns) // 2
+        soon_ns = min(half_ns, now_ns + _SOON_NS)
+        reasons = dict.fromkeys(wanted, "absent")
+        calls: dict[int, PeerCall] = {}
         try:
-            left = self._fetch_from_peers(load, wanted, deadline_ns)
-            if left:
-                reason = self._fetch_from_pool(load, left, deadline_ns)
+            calls = self._ask_peers(load, wanted, soon_ns, half_ns)
+            slow: list[int] = []
+            for index, call in calls.items():
+                if call.wait(soon_ns):
+                    self._take(load, index, call, soon_ns)
+                else:
+                    slow.append(index)
+            reasons |= self._fetch_from_pool(load, [i for i in wanted if i not in slow], deadline_ns)
+            for index in slow:
+                self._take(load, index, calls[index], half_ns)
+            reasons |= self._fetch_from_pool(load, slow, deadline_ns)
         finally:
-            self._settle(load, wanted, reason)
+            for call in calls.values():
+                call.cancel()  # after this nothing of it is written into a slot
+            self._settle(load, reasons)
 
-    def _settle(self, load: TieredLoad, wanted: Sequence[int], reason: str) -> None:
+    def _settle(self, load: TieredLoad, reasons: dict[int, str]) -> None:
         """Whole blocks become blocks of the level; of the others another load may have more luck."""
         num_rows = self._arena.num_rows
         contents = {
             index: checksum(self._arena.view(load.blocks[index].ref.slot).data)
-            for index in wanted
+            for index in reasons
             if load.told[index] == num_rows
         }
         with self._changed:
-            for index in reversed(wanted):  # tail first: it is to leave first
+            for index, reason in reversed(reasons.items()):  # tail first: it is to leave first
                 held = load.blocks[index]
                 del self._owners[held]
                 if index in contents:
@@ -257,57 +276,59 @@ class TieredLoader:
                     self._cut(load, index, "cancelled" if load.is_cancelled else reason)
             self._changed.notify_all()
 
-    def _fetch_from_peers(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> list[int]:
-        """Read what other hosts have, all at once, in half of the time; returns what they did not give.
+    def _ask_peers(
+        self, load: TieredLoad, wanted: Sequence[int], soon_ns: int, deadline_ns: int
+    ) -> dict[int, PeerCall]:
+        """Begin to read what other hosts have, all at once; until `soon_ns` they may greet.
 
         Their bytes land in the slots before they are proved, so not where somebody may read rows already.
         """
         unasked = [index for index in wanted if index not in load.has_asked]
         load.has_asked.update(unasked)
         load.places |= self._find([held.name for held in load.blocks], unasked)
-        now_ns = time.monotonic_ns()
-        until_ns = now_ns + (deadline_ns - now_ns) // 2
-        calls: list[tuple[int, PeerCall]] = []
+        calls: dict[int, PeerCall] = {}
         for index in wanted:
             place, held = load.places.get(index), load.blocks[index]
             if place is None or held.num_rows or load.is_cancelled:
                 continue
             out = self._arena.view(held.ref.slot)
-            call = self._peers.start(place, held.name, out, deadline_ns=until_ns)
+            call = self._peers.start(place, held.name, out, up_ns=soon_ns, deadline_ns=deadline_ns)
             if call is not None:
-                calls.append((index, call))
+                calls[index] = call
         with self._changed:
-            load.calls = calls
+            load.calls = list(calls.items())
         if load.is_cancelled:
             self.cancel(load)
-        came: set[int] = set()
-        for index, call in calls:
-            held = load.blocks[index]
-            if call.finish(deadline_ns=until_ns) and call.lineage <= held.lineage:
-                held.lineage = call.lineage
-                came.add(index)
-                self._tell(load, [index], self._arena.num_rows)
-        load.from_peers |= came
-        return [index for index in wanted if index not in came]
+        return calls
 
-    def _fetch_from_pool(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> str:
-        """Read the extents with the blocks wanted; returns why not all of them came."""
+    def _take(self, load: TieredLoad, index: int, call: PeerCall, deadline_ns: int) -> None:
+        """Take a block from another host, if it comes in time and is what the load may have."""
+        held = load.blocks[index]
+        if call.finish(deadline_ns=deadline_ns) and call.lineage <= held.lineage:
+            held.lineage = call.lineage
+            load.from_peers.add(index)
+            self._tell(load, [index], self._arena.num_rows)
+
+    def _fetch_from_pool(self, load: TieredLoad, wanted: Sequence[int], deadline_ns: int) -> dict[int, str]:
+        """Read the extents with those of the blocks that did not come yet; returns why they did not."""
+        wanted = [index for index in wanted if load.told[index] < self._arena.num_rows]
+        if not wanted:
+            return {}
         if wanted[-1] >= load.hit.num_blocks and not load.has_matched:
             load.has_matched = True
-            load.hit = cut_hit(self._match(load.chain, deadline_ns), load.chain)
-        lineages = {
-            index: part.location.lineage for part in load.hit.extents for index in range(part.begin, part.end)
-        }
+            until_ns = min(deadline_ns, time.monotonic_ns() + _SOON_NS)
+            found = cut_hit(self._match(load.chain, until_ns), load.chain)
+            load.hit = max(found, load.hit, key=lambda hit: hit.num_blocks)
+        lineages = load.lineages_on_disk()
         had = {i for i in wanted if i in lineages and lineages[i] <= load.blocks[i].lineage}
         parts = tuple(part for part in load.hit.extents if had.intersection(range(part.begin, part.end)))
         if not parts:
-            return "absent"
+            return {}
         blocks = {index: load.blocks[index] for index in had}
         untouched = {index for index in had if not blocks[index].num_rows}
         sink = SlotSink(self._arena, blocks, lambda indices, rows: self._tell(load, indices, rows))
-        get = self._pool.begin_get(
-            Hit(load.chain, parts[-1].end, parts), sink, deadline_ns=deadline_ns, order=RowOrder.ROWS
-        )
+        hit = Hit(load.chain, parts[-1].end, parts)
+        get = self._pool.begin_get(hit, sink, deadline_ns=deadline_ns, order=RowOrder.ROWS)
         with self._changed:
             load.get = get
         if load.is_cancelled:
@@ -318,7 +339,7 @@ class TieredLoader:
         for index in came & untouched:
             blocks[index].lineage = lineages[index]
         why = next((end for end in result.ends if end != GetEnd.WHOLE), None)
-        return "absent" if why is None else why.name.lower()
+        return {} if why is None else dict.fromkeys(wanted, why.name.lower())
 
     def _tell(self, load: TieredLoad, indices: Sequence[int], num_rows: int) -> None:
         """Leading rows of blocks that a load fetches are in place: tell all loads that hold them."""

@@ -21,9 +21,12 @@ from millpond.store.chain import BlockChain
 from millpond.store.codec.checksum import checksum
 from millpond.store.dram_arena import NUM_LANES, DramArena
 from millpond.store.dram_directory import DramHost
+from millpond.store.dram_peers import DramPeers
 from millpond.store.load_state import LoadResult, TieredLoad
 from millpond.store.net.framing import VERSION, FrameSocket, welcome
 from millpond.store.net.messages import Hello, Location, Match, Matched, PeerBlock, PeerRead
+from millpond.store.net.node_link import NodeLinkParams
+from millpond.store.tiered_load import TieredLoader
 from tests.unit.store.dram_hosts import Got, Host, Hosts, hosts, other_chain
 from tests.unit.store.pool_cluster import LAYOUT, blocks_of, bytes_of, chain_of, soon
 
@@ -406,6 +409,69 @@ def test_a_peer_that_lies_or_is_silent_is_passed_over(made: Hosts, lie: str) -> 
         here.check_load(load)
         assert result == LoadResult(5, (), 0, 0, 5)
         here.loader.release(load)
+
+
+def test_a_host_that_hangs_holds_up_its_own_blocks_only(made: Hosts) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(33)
+    there.put(chain, 32, 33)
+    made.made.put(chain)
+    with lying_peer(LIES["nothing"]) as address:
+        made.directory.join("h1", DramHost(address, 1))
+        load = here.begin(chain)
+        assert load is not None
+        begin_ns = time.monotonic_ns()
+        deadline_ns = soon(40)
+        results: list[LoadResult] = []
+        thread = threading.Thread(
+            target=lambda: results.append(here.loader.run(load, deadline_ns=deadline_ns))
+        )
+        thread.start()
+        wait(lambda: here.level.arena.rows_ready(load.lane, NUM_ROWS - 1) >= 32)
+        assert time.monotonic_ns() - begin_ns < 5 * 10**9, "half a second, and not half of 40"
+    thread.join(30)  # the host has died by now
+    assert results == [LoadResult(33, (), 0, 0, 33)]
+    here.check_load(load)
+    here.loader.release(load)
+
+
+def test_a_host_that_does_not_even_greet_holds_up_nothing_for_long(made: Hosts) -> None:
+    here, there = made.add("h0", 128), made.add("h1", 128)
+    chain = chain_of(40)
+    there.put(chain, 0, 8)
+    made.made.put(chain)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made.directory.join("h1", DramHost(f"127.0.0.1:{listener.getsockname()[1]}", 1))
+        peers = DramPeers(made.directory, name="h0", token="t", params=NodeLinkParams(connect_s=30))
+        loader = TieredLoader(here.level, made.directory, peers, made.made.pool)
+        load = loader.begin(chain, b"", deadline_ns=soon())
+        assert load is not None
+        begin_ns = time.monotonic_ns()
+        assert loader.run(load, deadline_ns=soon(40)) == LoadResult(40, (), 0, 0, 40)
+        assert time.monotonic_ns() - begin_ns < 5 * 10**9
+        here.check_load(load)
+        loader.release(load)
+    peers.close()
+
+
+@pytest.mark.parametrize("fault", ["is_down", "is_silent"])
+def test_a_new_match_that_fails_takes_nothing_from_a_good_hint(made: Hosts, fault: str) -> None:
+    here, there = made.add("h0"), made.add("h1")
+    chain = chain_of(33)
+    made.made.put(chain, 0, 32)
+    hint = located_of(made, chain)
+    there.put(chain, 32, 33)
+    assert there.server.stop(5.0)  # it died, and its place is still named
+    setattr(made.made.metadata, fault, True)
+    load = here.begin(chain, hint)
+    assert load is not None
+    assert load.num_blocks == 33
+    begin_ns = time.monotonic_ns()
+    result = here.run(load)
+    assert (result.num_blocks, result.from_pool) == (32, 32)
+    assert time.monotonic_ns() - begin_ns < 5 * 10**9, "half a second, and not the ten of the load"
+    here.loader.release(load)
+    setattr(made.made.metadata, fault, False)
 
 
 def test_extents_that_are_lost_half_way_leave_the_prefix(made: Hosts) -> None:
