@@ -206,7 +206,7 @@ class GroupScheduler:
         """
         if self._running is not None:
             raise InvariantBroken(f"{self.group}: step {self._running.step} still runs")
-        self._admit()
+        self._admit(now_ns)
         kind = self._pick_kind()
         ranks: tuple[RankPlan, ...] = ()
         num_steps = 1
@@ -229,12 +229,12 @@ class GroupScheduler:
             self._count(plan.kind, num_steps)
         return plan
 
-    def _admit(self) -> None:
+    def _admit(self, now_ns: int) -> None:
         for prefill, decode in zip(self._prefills, self._decodes, strict=True):
             if self.role is GroupRole.DECODE:
                 decode.admit()
             else:
-                prefill.admit(decode.reserve_blocks)
+                prefill.admit(now_ns, decode.reserve_blocks)
 
     def _pick_kind(self) -> StepKind | None:
         wants_prefill = tuple(prefill.wants_step for prefill in self._prefills)
@@ -247,6 +247,7 @@ class GroupScheduler:
         span = min([max_steps, *(decode.max_steps(max_steps) for decode in self._decodes)])
         if self.role is GroupRole.MIXED:
             span = min(span, max_decode_steps(self._decode_steps, self._params.vote))
+            span = 1 if self.is_timed else span
         return span
 
     def _count(self, kind: StepKind, num_steps: int) -> None:
@@ -263,6 +264,11 @@ class GroupScheduler:
     def is_step_running(self) -> bool:
         """Whether a plan awaits its `StepDone`."""
         return self._running is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there may be something to do in `OVERTAKE_NS` although nothing happens until then."""
+        return any(prefill.is_timed for prefill in self._prefills)
 
     @property
     def room(self) -> int:

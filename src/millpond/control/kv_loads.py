@@ -1,6 +1,7 @@
 """Cached KV of one rank's sequences: ordered while they wait, swapped in when they are granted memory.
 
 queued     the load is wanted, then ordered (`LoadStart`), then answered (`Loaded`)
+           a sequence that was awaited for long is overtaken: those behind it do not wait for its load
 admitted   `SwapIn` into the leading blocks; the prefill begins where `policies.resume` says
 lost       the engine has forgotten the sequence: it begins anew with what is in place
 computed   `LoadEnd`, as at any other end (`RankState.move`)
@@ -15,8 +16,12 @@ from millpond.core.events import Loaded
 from millpond.core.plan import LoadStart, SwapIn
 from millpond.core.request import StateRestore
 from millpond.core.sequence import KvLoad, LoadState, Sequence, SequenceState
-from millpond.core.units import BLOCK_TOKENS
+from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS
 from millpond.policies.resume import Resumption, resume
+
+OVERTAKE_NS = 50 * MILLISECOND_NS
+"""A load of which nothing has come for so long does not hold up others any more: enough for what comes from
+memory or a healthy disk, little beside a prompt that is computed."""
 
 
 class KvLoads:
@@ -46,7 +51,25 @@ class KvLoads:
         """Whether a sequence cannot begin because what it will have is not known."""
         return sequence.load is not None and sequence.load.state is not LoadState.ANSWERED
 
-    def order(self) -> None:
+    @staticmethod
+    def is_overtaken(sequence: Sequence) -> bool:
+        """Whether others go before a sequence, since nothing comes of what it waits for. Ends when its load
+        is answered, at the latest at the load's deadline.
+        """
+        return sequence.load is not None and sequence.load.is_overtaken
+
+    @staticmethod
+    def overtake(now_ns: int, sequence: Sequence) -> bool:
+        """Whether those behind an awaited sequence go before it from now on: it was awaited for long."""
+        load = sequence.load
+        if load is None:
+            return False
+        if load.awaited_ns is None:
+            load.awaited_ns = now_ns
+        load.is_overtaken = now_ns - load.awaited_ns >= OVERTAKE_NS
+        return load.is_overtaken
+
+    def order(self, now_ns: int) -> None:
         """Order the loads of queued sequences, in their order, as far ahead as allowed."""
         rank = self._rank
         lines = rank.lines
@@ -63,6 +86,8 @@ class KvLoads:
                 continue  # will be refused when its turn comes
             assert spec.kv is not None and spec.cached is not None  # noqa: S101, PT018 - `want` saw them
             load.state = LoadState.ORDERED
+            if load.awaited_ns is None:
+                load.awaited_ns = now_ns
             num_open += 1
             rank.outbox.loads.append(
                 LoadStart(
@@ -82,6 +107,7 @@ class KvLoads:
         if load is None or load.state is not LoadState.ORDERED:
             return
         load.state = LoadState.ANSWERED
+        load.is_overtaken = False
         self._shorten(sequence, load, answer.num_tokens)
         if 0 < answer.state_position <= load.num_tokens:
             load.state_position = answer.state_position

@@ -1,4 +1,7 @@
-"""Prefill of one rank: first come, first served, in chunks under a token budget."""
+"""Prefill of one rank: first come, first served, in chunks under a token budget.
+
+Who waits for cached KV of which nothing comes is overtaken, so that a slow disk delays nobody else.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +60,16 @@ class PrefillScheduler:
     def room(self) -> int:
         """Requests this rank would pull now."""
         view, params = self._rank.view(), self._params
-        queue = list(self._rank.lines[SequenceState.QUEUED].values())
-        if view.queued_tokens >= params.fetch_ahead_tokens:
+        queue = self._rank.lines[SequenceState.QUEUED].values()
+        waiting = [s for s in queue if not self._loads.is_overtaken(s)]
+        overtaken_tokens = sum(s.num_todo_tokens for s in queue if self._loads.is_overtaken(s))
+        if view.queued_tokens - overtaken_tokens >= params.fetch_ahead_tokens:
             return 0
         room = min(params.max_held_seqs - view.num_seqs, view.free_slots) - len(queue)
+        if waiting and not self._loads.is_awaited(waiting[0]):
+            return 0  # it waits for memory
         if queue:
-            if not self._loads.is_awaited(queue[0]):
-                return 0  # it waits for memory
-            room = min(room, params.max_loads_ahead - len(queue))
+            room = min(room, params.max_loads_ahead - len(waiting))
         return max(0, room)
 
     def add(self, sequence: Sequence) -> None:
@@ -76,17 +81,24 @@ class PrefillScheduler:
         """Learn what of a sequence's KV will be there."""
         self._loads.on_answer(sequence, answer)
 
-    def admit(self, reserve_blocks: int = 0) -> None:
-        """Grant memory to queued sequences, strictly in order: the head is never overtaken. Then order the
-        loads of those that still wait.
+    @property
+    def is_timed(self) -> bool:
+        """Whether mere time may let a queued sequence go before another one."""
+        queue = list(self._rank.lines[SequenceState.QUEUED].values())
+        return any(self._loads.is_awaited(s) and not self._loads.is_overtaken(s) for s in queue[:-1])
+
+    def admit(self, now_ns: int, reserve_blocks: int = 0) -> None:
+        """Grant memory to queued sequences in order: the head is not overtaken, unless nothing comes of the
+        cached KV that it waits for. Then order the loads of those that still wait.
 
         Args:
+            now_ns: Time.
             reserve_blocks: Blocks to leave for sequences that decode on the same rank.
         """
-        self._grant(reserve_blocks)
-        self._loads.order()
+        self._grant(now_ns, reserve_blocks)
+        self._loads.order(now_ns)
 
-    def _grant(self, reserve_blocks: int) -> None:
+    def _grant(self, now_ns: int, reserve_blocks: int) -> None:
         rank = self._rank
         for sequence in list(rank.lines[SequenceState.QUEUED].values()):
             fit = rank.memory.fits(sequence.num_tokens, reserve_blocks)
@@ -96,6 +108,8 @@ class PrefillScheduler:
             if fit is Fit.LATER or rank.num_holding >= self._params.max_held_seqs:
                 return
             if self._loads.is_awaited(sequence):
+                if self._loads.overtake(now_ns, sequence):
+                    continue
                 return
             is_local = not sequence.decodes_elsewhere
             rank.grant(sequence, sequence.num_tokens, Signal.ADMIT_LOCAL if is_local else Signal.ADMIT)

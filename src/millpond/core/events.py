@@ -114,9 +114,9 @@ class HandoffClosed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Prefill side, answer to `LoadStart`: so much will be there in time, or is.
+    """Prefill side, answer to `LoadStart`: so much is there, or its first row is.
 
-    Rows may still be on their way: a swap-in waits for them. What does not come after all is told by
+    Other rows may still be on their way: a swap-in waits for them. What does not come after all is told by
     `RankReport.lost`.
     """
 

@@ -58,9 +58,9 @@ class LoadState(Enum):
     WANTED = "wanted"
     """Not ordered yet."""
     ORDERED = "ordered"
-    """No answer yet."""
+    """No answer yet: nothing of it has come."""
     ANSWERED = "answered"
-    """What will be there in time is known."""
+    """What will be there is known: all of its first row is."""
 
 
 @dataclass(slots=True)
@@ -74,6 +74,10 @@ class KvLoad:
     """Leading tokens of which the state is at hand; -1: none."""
     is_approximate: bool = False
     """As `Loaded.is_approximate`."""
+    awaited_ns: int | None = None
+    """Since when nothing has come of it; None while it was not ordered and nobody waited for it."""
+    is_overtaken: bool = False
+    """Others of the queue do not wait for its sequence."""
 
 
 @dataclass(slots=True)

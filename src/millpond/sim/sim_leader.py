@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from millpond.config.sim_params import SimCostParams
 from millpond.control.group_scheduler import GroupEvent, GroupScheduler
 from millpond.control.invariants import require_sound
+from millpond.control.kv_loads import OVERTAKE_NS
 from millpond.core.events import (
     Aborted,
     Assigned,
@@ -94,7 +95,7 @@ class SimLeader:
         self._engines = [SimEngine(info) for info in ranks]
         self._owner = f"{self._name}#{incarnation}"
         self._is_dead = False
-        self._is_loop_due = False
+        self._is_loop_due = self._is_wake_due = False
         self._span = _Span(0, 0, 0, {})
         self._ended: list[SequenceEnd] = []
         self._started: list[tuple[RequestId, int]] = []
@@ -152,7 +153,17 @@ class SimLeader:
                 self._carry_out(plan)
             self._report()
             if plan is None:
+                self._wake_in_time()
                 return
+
+    def _wake_in_time(self) -> None:
+        if self.scheduler.is_timed and not self._is_wake_due:
+            self._is_wake_due = True
+            self._kernel.after(OVERTAKE_NS, self._order, self._wake)
+
+    def _wake(self) -> None:
+        self._is_wake_due = False
+        self._loop_soon()
 
     def _max_steps(self) -> int:
         """Decode steps that end before anything else can happen in the whole cluster."""

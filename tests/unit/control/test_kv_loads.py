@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millpond.control.group_scheduler import GroupParams, GroupRole
+from millpond.control.kv_loads import OVERTAKE_NS
 from millpond.control.prefill_scheduler import PrefillParams
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import Aborted, Assigned, HandoffArrived, HandoffClosed, HandoffFailed, Loaded
@@ -25,6 +26,7 @@ class Group:
         more = {"can_load": True, "num_blocks": 40, **more}
         self.scheduler = make_scheduler(role, params=GroupParams(prefill=prefill), **more)
         self.engines = Engines(1, **more)
+        self.now_ns = 0
         self.loads, self.swaps, self.ends, self.chunks, self.starts = [], [], [], [], []
         self.restored, self.outputs, self.finished, self.sends, self.finishes = [], [], [], [], []
 
@@ -37,10 +39,12 @@ class Group:
         return spec
 
     def loaded(self, name, num_tokens, state_position=-1, attempt=0, **more):
-        self.scheduler.advance(0, Loaded(RequestId(name), attempt, num_tokens, state_position, **more))
+        self.scheduler.advance(
+            self.now_ns, Loaded(RequestId(name), attempt, num_tokens, state_position, **more)
+        )
 
     def plan(self):
-        plan = self.scheduler.next_plan(0)
+        plan = self.scheduler.next_plan(self.now_ns)
         assert self.scheduler.check() == []
         if plan is not None:
             self.loads += plan.loads
@@ -152,6 +156,88 @@ def test_nobody_is_overtaken_while_the_head_waits_for_its_load():
     group.loaded("a", 512)
     group.run()
     assert group.chunks == [("a", 512, 600), ("b", 0, 100)]
+
+
+def test_who_waits_for_long_for_a_load_is_overtaken():
+    group = Group(max_step_tokens=50)
+    group.assign("a", num_cached=512)
+    group.assign("b", 100)
+    group.run()
+    group.now_ns = OVERTAKE_NS - 1
+    assert group.scheduler.is_timed
+    group.run()
+    assert group.chunks == []
+    group.now_ns = OVERTAKE_NS
+    group.step()
+    assert not group.scheduler.is_timed
+    group.loaded("a", 512)
+    group.run()
+    assert group.chunks == [("b", 0, 50), ("a", 512, 562), ("a", 562, 600), ("b", 50, 62), ("b", 62, 100)]
+
+
+def test_loads_that_were_ordered_together_are_overtaken_together():
+    """And so is what could not be ordered behind them; what comes later has its time, too."""
+    group = Group(max_loads_ahead=3)
+    for name in "abcd":
+        group.assign(name, num_cached=512)
+    group.assign("e", 100)
+    group.run()
+    group.now_ns = OVERTAKE_NS
+    group.run()
+    assert group.chunks == []
+    group.now_ns = 2 * OVERTAKE_NS  # "d" was not awaited while others were before it
+    group.run()
+    assert group.chunks == [("e", 0, 100)]
+    group.loaded("b", 512)
+    group.run()
+    assert [name for name, _, _ in group.chunks] == ["e", "b"]
+    assert [order.request_id for order in group.loads] == ["a", "b", "c", "d"]
+    for name in "acd":
+        group.loaded(name, 0)
+    group.run()
+    assert [name for name, _, _ in group.chunks] == ["e", "b", "a", "c", "c", "d"]
+
+
+def test_what_was_overtaken_is_first_once_it_is_answered():
+    group = Group(GroupRole.PREFILL, num_blocks=6, max_step_tokens=1000)
+    group.assign("a", num_cached=512)
+    group.run()
+    group.now_ns = OVERTAKE_NS
+    group.assign("b", 300)
+    group.assign("c", 300)
+    group.run()
+    group.loaded("a", 512)
+    assert group.scheduler.room == 0, "it waits for memory"
+    group.assign("d", 100)
+    group.scheduler.advance(group.now_ns, HandoffFailed(RequestId("b"), 0, "gone"))
+    group.run()
+    assert [name for name, _, _ in group.chunks] == ["b", "c"]
+    group.scheduler.advance(group.now_ns, HandoffFailed(RequestId("c"), 0, "gone"))
+    group.run()
+    assert [name for name, _, _ in group.chunks] == ["b", "c", "a", "d"]
+
+
+def test_a_rank_pulls_on_past_loads_of_which_nothing_comes():
+    group = Group(GroupRole.PREFILL, max_loads_ahead=2)
+    group.assign("a", num_cached=512)
+    group.assign("b", num_cached=512)
+    group.run()
+    assert group.scheduler.room == 0
+    group.now_ns = OVERTAKE_NS
+    group.run()
+    assert group.scheduler.room == 2
+
+
+def test_a_span_of_decode_steps_ends_where_time_may_let_somebody_overtake():
+    group = Group()
+    group.assign("r", 100, max_tokens=500)
+    group.step()
+    group.assign("a", num_cached=512)
+    plan = group.scheduler.next_plan(0, 8)
+    assert plan.num_steps == 8, "nobody is behind it"
+    group.scheduler.advance(0, group.engines.run(plan))
+    group.assign("b", 100)
+    assert group.scheduler.next_plan(0, 8).num_steps == 1
 
 
 def test_loads_of_the_queue_are_ordered_ahead_in_its_order_and_no_further():

@@ -13,20 +13,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from millpond.core.errors import DataError
-from millpond.core.events import Loaded
-from millpond.core.hashing import HashChain
 from millpond.core.ids import RequestId
 from millpond.core.kv_layout import KvLayout
 from millpond.core.node_messages import (
-    Load,
     LoadAccepted,
     LoadCancel,
     LoadDone,
@@ -40,8 +36,9 @@ from millpond.core.node_messages import (
 )
 from millpond.core.plan import LoadStart
 from millpond.core.request import KvIdentity
-from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS, SECOND_NS
+from millpond.core.units import MILLISECOND_NS, SECOND_NS
 from millpond.serve.node.free_slots import FreeSlots, PutSlot
+from millpond.serve.node.load_line import LoadCounts, LoadLine
 from millpond.serve.node.node_load import NodeLoad
 from millpond.serve.node.put_line import PutCounts, PutLine, PutOrder
 from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
@@ -53,21 +50,14 @@ HELLO_NS = SECOND_NS
 
 log = structlog.get_logger(__name__)
 
-Key = tuple[RequestId, int]
-"""(request, attempt)."""
-
 
 @dataclass(slots=True)
 class ClientCounts:
     """Since the start."""
 
-    loads: int = 0
-    refused: Counter[str] = field(default_factory=Counter[str])
-    """Loads of which nothing will come, by reason."""
-    voided: int = 0
-    """Loads that were held when the daemon was gone."""
     snapshots: int = 0
     snapshots_lost: int = 0
+    """Of a time without a daemon."""
 
 
 class NodeClient:
@@ -101,17 +91,13 @@ class NodeClient:
         """A bug that ended the thread: the process should end too."""
         self._layout = layout
         self._num_put_slots = num_put_slots
-        self._post = post
         self._lease_ns = int(lease_s * SECOND_NS)
         self._incarnation = incarnation
         self._dealer = Dealer(network, endpoint, identity)
         self._orders = Wakeup()
-        self._lock = threading.Lock()
         self._arena: DramArena | None = None
         """Of the daemon's present life; None while it is not known to live."""
-        self._loads: dict[Key, NodeLoad] = {}
-        self._by_number: dict[int, NodeLoad] = {}
-        self._num_loads = 0
+        self._loads = LoadLine(layout, self._send, post)
         self._slots = FreeSlots(layout.block_bytes, num_put_slots)
         self._puts = PutLine(self._slots, self._send)
         self._heard_ns = self._sent_ns = 0
@@ -137,6 +123,11 @@ class NodeClient:
         return self._slots.num_spare
 
     @property
+    def load_counts(self) -> LoadCounts:
+        """What became of loads."""
+        return self._loads.counts
+
+    @property
     def put_counts(self) -> PutCounts:
         """What became of the blocks that were put."""
         return self._puts.counts
@@ -144,30 +135,22 @@ class NodeClient:
     # --- loads -------------------------------------------------------------------------------
 
     def load(self, order: LoadStart, deadline_ns: int) -> None:
-        """Ask for a load. `Loaded` is posted once: when it is accepted or refused, or by the deadline.
+        """Ask for a load. `Loaded` is posted once, as `LoadLine` says, at the latest at the deadline.
 
         Not if the thread has ended by a bug: see `failure`.
         """
-        key = (order.request_id, order.attempt)
-        self.end(*key)
-        with self._lock:
-            self._num_loads += 1
-            load = NodeLoad(*key, self._num_loads, self._layout, deadline_ns)
-            self._loads[key] = self._by_number[load.number] = load
-        self._orders.post((load, order))
+        self.end(order.request_id, order.attempt)
+        self._orders.post((self._loads.add(order, deadline_ns), order))
 
     def end(self, request_id: RequestId, attempt: int) -> None:
         """Give a load back, done or not; unknown ones are ignored. Its slots must not be read any more."""
-        with self._lock:
-            load = self._loads.pop((request_id, attempt), None)
-            if load is None:
-                return
-            del self._by_number[load.number]
-        self._orders.post(LoadCancel(request_id, attempt, load.number))
+        cancel = self._loads.remove(request_id, attempt)
+        if cancel is not None:
+            self._orders.post(cancel)
 
     def load_of(self, request_id: RequestId, attempt: int) -> NodeLoad | None:
         """A load that was ordered and not ended."""
-        return self._loads.get((request_id, attempt))
+        return self._loads.find(request_id, attempt)
 
     # --- puts --------------------------------------------------------------------------------
 
@@ -237,7 +220,7 @@ class NodeClient:
                     self._carry_out(order)
                 self._puts.hand_over()
                 self._keep_lease(time.monotonic_ns())
-                self._answer_late(time.monotonic_ns())
+                self._loads.answer_due(time.monotonic_ns())
                 wait_any((self._dealer, self._orders), self._wait_s(time.monotonic_ns()))
             for order in self._orders.take():
                 self._carry_out(order)
@@ -256,15 +239,12 @@ class NodeClient:
                 if message.incarnation == self._incarnation and self._arena is None:
                     self._attach(message)
             case LoadAccepted():
-                self._on_accepted(message)
+                if self._arena is not None:
+                    self._loads.on_accepted(self._arena, message)
             case LoadRefused():
-                load = self._by_number.get(message.number)
-                if load is not None:
-                    self._refuse(load, message.reason)
+                self._loads.on_refused(message)
             case LoadDone():
-                load = self._by_number.get(message.number)
-                if load is not None and load.is_held:
-                    load.finish(message.num_blocks)
+                self._loads.on_done(message)
             case PutSlots():
                 self._on_slots(message)
             case _:
@@ -281,20 +261,6 @@ class NodeClient:
             return
         self._arena = arena
 
-    def _on_accepted(self, message: LoadAccepted) -> None:
-        load = self._by_number.get(message.number)
-        if load is None or load.is_answered or self._arena is None:
-            return  # given back meanwhile: the daemon has been told, or will be
-        load.accept(self._arena, message)
-        loaded = Loaded(
-            request_id=load.request_id,
-            attempt=load.attempt,
-            num_tokens=len(load.slots) * BLOCK_TOKENS,
-            state_position=message.state_position,
-            is_approximate=message.is_approximate,
-        )
-        self._answer(load, loaded)
-
     def _on_slots(self, message: PutSlots) -> None:
         if message.incarnation != self._incarnation or self._arena is None:
             return
@@ -305,7 +271,7 @@ class NodeClient:
     def _carry_out(self, order: object) -> None:
         match order:
             case (NodeLoad() as load, LoadStart() as start):
-                self._ask(load, start)
+                self._loads.ask(load, start)
             case PutOrder() | PutClose():
                 self._puts.add(order)
             case LoadCancel():
@@ -316,26 +282,6 @@ class NodeClient:
                 self.counts.snapshots_lost += not is_sent
             case _:
                 pass  # only to wake up
-
-    def _ask(self, load: NodeLoad, order: LoadStart) -> None:
-        if self._by_number.get(load.number) is not load:
-            return  # ended before it was asked for
-        chain = HashChain(order.kv.root)
-        chain.extend(order.token_ids)
-        load.digests = tuple(chain.digests)
-        self.counts.loads += 1
-        message = Load(
-            request_id=load.request_id,
-            attempt=load.attempt,
-            kv=order.kv,
-            digests=b"".join(load.digests),
-            located=order.located,
-            deadline_ns=load.deadline_ns,
-            wants_state=order.wants_state,
-            number=load.number,
-        )
-        if not self._send(message):
-            self._refuse(load, "no_daemon")
 
     def _send(self, message: object) -> bool:
         """Send, if the daemon lives and knows us."""
@@ -370,34 +316,12 @@ class NodeClient:
         elif now_ns - self._sent_ns >= PING_NS:
             self._send(NodePing())
 
-    def _answer_late(self, now_ns: int) -> None:
-        """Answer for the daemon when it has not by the deadline."""
-        for load in [load for load in self._by_number.copy().values() if not load.is_answered]:
-            if now_ns >= load.deadline_ns:
-                self._send(LoadCancel(load.request_id, load.attempt, load.number))
-                self._refuse(load, "deadline")
-
     def _wait_s(self, now_ns: int) -> float:
-        due_ns = now_ns + PING_NS
-        for load in self._by_number.copy().values():
-            if not load.is_answered:
-                due_ns = min(due_ns, load.deadline_ns)
+        due_ns = self._loads.due_ns(now_ns, now_ns + PING_NS)
         return max(due_ns - now_ns, MILLISECOND_NS) / SECOND_NS
-
-    def _refuse(self, load: NodeLoad, reason: str) -> None:
-        load.void()
-        if not load.is_answered:
-            self.counts.refused[reason] += 1
-            self._answer(load, Loaded(load.request_id, load.attempt, 0))
-
-    def _answer(self, load: NodeLoad, loaded: Loaded) -> None:
-        load.is_answered = True
-        self._post(loaded)
 
     def _void(self, reason: str) -> None:
         """Let go of everything that a life of the daemon had given us."""
         self._arena = None  # unmapped when nobody reads it any more
         self._puts.void()
-        for load in self._by_number.copy().values():
-            self.counts.voided += load.is_held
-            self._refuse(load, reason)
+        self._loads.void(reason)

@@ -37,6 +37,8 @@ class NodeLoad:
     state_position: int = -1
     """Leading tokens that `state` stands for; -1: there is none."""
     state: bytes = b""
+    is_approximate: bool = False
+    """As `LoadAccepted.is_approximate`."""
     is_answered: bool = False
     """`Loaded` was posted."""
     is_void: bool = False
@@ -49,6 +51,15 @@ class NodeLoad:
     def is_held(self) -> bool:
         """Whether it was accepted and is not void."""
         return self._arena is not None and not self.is_void
+
+    @property
+    def num_coming(self) -> int | None:
+        """Leading blocks that a step may count on: all of them once the first row of each is there, what came
+        once the load is over; None before: a step would wait for nothing it knows of.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return len(self.slots) if self.is_held and self.rows_ready(0) == len(self.slots) else None
 
     def rows_ready(self, row: int) -> int:
         """Leading blocks whose row can be read now; grows until the load is over."""
@@ -91,12 +102,18 @@ class NodeLoad:
         self._refs = tuple(SlotRef(*slot) for slot in slots)
         self._lane = message.lane
         self.state_position, self.state = message.state_position, message.state
+        self.is_approximate = message.is_approximate
         self.slots = tuple(ref.slot for ref in self._refs)
         self._arena = arena
 
     def finish(self, num_blocks: int) -> None:
         """No more rows will come."""
         self.num_blocks = min(num_blocks, len(self.slots))
+
+    def give_up(self) -> None:
+        """What has not come is not waited for any more."""
+        if self.num_blocks is None:
+            self.finish(min(self.rows_ready(row) for row in range(len(self.layout.rows))))
 
     def void(self) -> None:
         """Nothing of it can be had any more."""

@@ -16,6 +16,7 @@ import structlog
 
 from millpond.control.group_scheduler import GroupEvent, GroupScheduler
 from millpond.control.invariants import require_sound
+from millpond.control.kv_loads import OVERTAKE_NS
 from millpond.core.events import (
     Aborted,
     Assigned,
@@ -252,6 +253,8 @@ class Leader:
             require_sound([self._scheduler])
             self._advance(Tick())
         wait_ns = max(self._last_fetch_ns + HEARTBEAT_NS - now_ns, MILLISECOND_NS)
+        if self._scheduler.is_timed:
+            wait_ns = min(wait_ns, OVERTAKE_NS)
         sources = (self._controller, self._wakeup, *(self._others.sources() if self._others else ()))
         wait_any(sources, wait_ns / SECOND_NS)
 

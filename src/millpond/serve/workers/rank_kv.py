@@ -100,8 +100,8 @@ class RankKv:
 
     def counters(self) -> dict[str, float]:
         """What happened, as metrics."""
-        swaps, kept, node = self.swaps.stats(), self.persister.stats, self.node.counts
-        puts = self.node.put_counts
+        swaps, kept = self.swaps.stats(), self.persister.stats
+        loads, puts = self.node.load_counts, self.node.put_counts
         return {
             "millpond_swap_ins_open": swaps.num_open,
             "millpond_swap_in_rows_total": swaps.num_rows,
@@ -115,9 +115,9 @@ class RankKv:
             "millpond_persist_seconds_total": kept.seconds,
             "millpond_persist_states_total": kept.num_states,
             "millpond_compute_seconds_total": self.compute_ns / SECOND_NS,
-            "millpond_loads_total": node.loads,
-            "millpond_loads_voided_total": node.voided,
-            **{f"millpond_loads_refused_total:{why}": count for why, count in node.refused.copy().items()},
+            "millpond_loads_total": loads.loads,
+            "millpond_loads_voided_total": loads.voided,
+            **{f"millpond_loads_refused_total:{why}": count for why, count in loads.refused.copy().items()},
         }
 
     def stop(self) -> None:

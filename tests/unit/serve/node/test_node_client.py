@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ class FakeDaemon:
     def send(self, message: object) -> None:
         assert self.router.send("p0-0", message)
 
+    def lane(self, *counts: int) -> int:
+        """A new lane; of its rows so many blocks are ready."""
+        lane = self.arena.take_lane()
+        assert lane is not None
+        self.count(lane, *counts)
+        return lane
+
+    def count(self, lane: int, *counts: int) -> None:
+        self.arena.count_ready(lane, [*counts, *[0] * (len(LAYOUT.rows) - len(counts))])
+
+    def accept(self, request: RequestId, lane: int, **more: object) -> Load:
+        """Answer the order of a load of three blocks."""
+        order = self.expect(Load)
+        assert isinstance(order, Load)
+        message = LoadAccepted(request, 0, lane, ((0, 0),) * 3, number=order.number)
+        self.send(replace(message, **more))
+        return order
+
     def welcome(self) -> int:
         """Answer hellos until the client has a lease; returns its incarnation."""
         incarnations: list[int] = []
@@ -95,7 +114,7 @@ def test_without_a_daemon_a_load_is_refused_at_once(made: Rig):
     assert rank.answer(rank.order(3, deadline_s=100)).num_tokens == 0
     assert time.monotonic() - begin < 10
     assert client.take_slot() is None
-    assert client.counts.refused == {"no_daemon": 1}
+    assert client.load_counts.refused == {"no_daemon": 1}
     client.stop()
 
 
@@ -113,7 +132,7 @@ def test_a_daemon_that_does_not_answer_counts_as_nothing_at_the_deadline(made: R
     load = fake.rank.client.load_of(request, 0)
     assert load is not None
     assert load.num_blocks == 0
-    assert fake.rank.client.counts.refused == {"deadline": 1}
+    assert fake.rank.client.load_counts.refused == {"deadline": 1}
     assert len(fake.rank.events) == 1
 
 
@@ -130,11 +149,48 @@ def test_answers_to_a_load_that_was_ended_are_not_those_to_the_next_of_the_same_
     assert isinstance(second, Load)
     fake.send(LoadAccepted(request, 0, 1, ((0, 0),) * 3, number=first.number))
     fake.send(LoadDone(request, 0, 3, number=first.number))
-    fake.send(LoadAccepted(request, 0, 2, ((0, 0),) * 2, number=second.number))
+    fake.send(LoadAccepted(request, 0, fake.lane(2), ((0, 0),) * 2, number=second.number))
     assert fake.rank.answer(request).num_tokens == 2 * 128
     load = fake.rank.client.load_of(request, 0)
     assert load is not None
     assert load.num_blocks is None
+
+
+def test_nothing_is_promised_of_an_accepted_load_before_its_first_row_is_there(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    lane = fake.lane(2)
+    request = fake.rank.order(3)
+    fake.accept(request, lane, state_position=256, state=b"s", is_approximate=True)
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    poll(lambda: load.is_held, "it is accepted")
+    time.sleep(0.05)
+    assert fake.rank.events == []
+    fake.count(lane, 3)
+    assert fake.rank.answer(request) == Loaded(request, 0, 3 * 128, 256, is_approximate=True)
+    assert load.num_blocks is None
+
+
+def test_a_load_that_ends_before_its_first_row_brings_what_came(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    request = fake.rank.order(3)
+    order = fake.accept(request, fake.lane(1, 1, 1, 1), state_position=256, state=b"s")
+    fake.send(LoadDone(request, 0, 1, ("late",), number=order.number))
+    assert fake.rank.answer(request) == Loaded(request, 0, 128)
+
+
+def test_an_accepted_load_is_answered_at_its_deadline_with_what_came(made: Rig):
+    fake = FakeDaemon(made)
+    fake.welcome()
+    request = fake.rank.order(3, deadline_s=0.3)
+    fake.accept(request, fake.lane(2, 2, 2, 1))
+    assert fake.rank.answer(request) == Loaded(request, 0, 128)
+    load = fake.rank.client.load_of(request, 0)
+    assert load is not None
+    assert (load.is_held, load.num_blocks) == (True, 1)
+    assert fake.rank.client.load_counts.refused == {}  # the daemon counts it
 
 
 def test_a_silent_daemon_voids_what_it_gave(made: Rig):
@@ -144,7 +200,7 @@ def test_a_silent_daemon_voids_what_it_gave(made: Rig):
     request = fake.rank.order(3)
     order = fake.expect(Load)
     assert isinstance(order, Load)
-    fake.send(LoadAccepted(request, 0, 1, ((0, 0),) * 3, number=order.number))
+    fake.send(LoadAccepted(request, 0, fake.lane(3), ((0, 0),) * 3, number=order.number))
     assert fake.rank.answer(request).num_tokens == 3 * 128
     load = fake.rank.client.load_of(request, 0)
     assert load is not None
@@ -153,7 +209,7 @@ def test_a_silent_daemon_voids_what_it_gave(made: Rig):
     assert load.num_blocks == 0
     assert load.num_valid(0, 3) == 0
     assert fake.rank.client.take_slot() is None
-    assert fake.rank.client.counts.voided == 1
+    assert fake.rank.client.load_counts.voided == 1
     assert len(fake.rank.events) == 1
     assert fake.welcome() > incarnation
 
