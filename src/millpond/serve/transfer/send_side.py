@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from millpond.core.errors import DataError, InvariantBroken
 from millpond.core.events import HandoffClosed, HandoffFailed, HandoffSent
-from millpond.core.ids import BlockId, SlotId
+from millpond.core.ids import BlockId, RequestId, SlotId
 from millpond.core.plan import HandoffClose, HandoffSend
 from millpond.core.units import num_blocks_for
 from millpond.serve.transfer.frames import MAX_WHY_CHARS, Abort, Done, Finish, Frame, Open, Ready, Reject
@@ -103,6 +103,10 @@ class SendSide:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._outbound)
+
+    def open_attempts(self) -> dict[RequestId, int]:
+        """Attempt of each request that has not ended."""
+        return dict(self._outbound.keys())  # they are pairs
 
     def start(self, now_ns: int, order: HandoffSend, connection: int) -> list[Action]:
         """Announce a request on a connection."""

@@ -111,6 +111,11 @@ class HandoffSender:
                 self._carry_out(self._side.fail_all("the sender stopped"))
             peer.has_work.notify()
 
+    def open_attempts(self) -> dict[RequestId, int]:
+        """Attempt of each request that is being sent."""
+        with self._lock:
+            return self._side.open_attempts()
+
     def rows_ready(self, request_id: RequestId, attempt: int, row: int, num_complete_blocks: int) -> None:
         """Row `row` of the request's first blocks is written and will not change. Returns at once."""
         with self._lock:

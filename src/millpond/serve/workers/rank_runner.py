@@ -81,8 +81,6 @@ class RankRunner:
     sender: HandoffSender | None
     receiver: HandoffReceiver | None
     kv: RankKv | None = None
-    _attempts: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
-    """Attempt of each sequence that is being sent."""
 
     @property
     def info(self) -> RankInfo:
@@ -153,16 +151,13 @@ class RankRunner:
         elif plan.sends or plan.receives:
             raise InvariantBroken(f"rank {self.rank} of a mixed group neither sends nor receives KV")
 
-    def _order_sends(self, sender: HandoffSender, plan: GroupPlan) -> None:
+    @staticmethod
+    def _order_sends(sender: HandoffSender, plan: GroupPlan) -> None:
         for close in plan.closes:
-            if self._attempts.get(close.request_id) == close.attempt:
-                del self._attempts[close.request_id]
             sender.close_request(close)
         for send in plan.sends:
-            self._attempts[send.request_id] = send.attempt
             sender.start(send)
         for finish in plan.finishes:
-            self._attempts.pop(finish.request_id, None)
             sender.finish(
                 finish.request_id,
                 finish.attempt,
@@ -174,10 +169,11 @@ class RankRunner:
         """None if nobody has to know of the step's rows."""
         if not part.chunks:
             return None
+        attempts = self.sender.open_attempts() if self.sender is not None else {}
         sending = [
-            (chunk.request_id, self._attempts[chunk.request_id], _num_complete_blocks(chunk))
+            (chunk.request_id, attempts[chunk.request_id], _num_complete_blocks(chunk))
             for chunk in part.chunks
-            if self.sender is not None and chunk.request_id in self._attempts
+            if chunk.request_id in attempts
         ]
         loading = self.kv.loading(part.chunks) if self.kv is not None else ()
         return (
