@@ -59,6 +59,19 @@ class Origin:
     """`policies.retention.BlockClass`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks that follow each other and are written together."""
+
+    begin: int
+    """Index in the chain of the first one."""
+    blocks: list[Block]
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.blocks)
+
+
 class Spiller:
     """See module. Thread-safe; one spill at a time, for two could have blocks in common.
 
@@ -193,56 +206,71 @@ class Spiller:
     def _spill_run(self, run: Sequence[Tail], deadline_ns: int) -> int:
         origin = self._origins[run[-1].tip]
         chain = replace(origin.chain, digests=origin.chain.digests[: run[-1].end])
-        begin, blocks = self._begin_spill(run, chain, origin.lineage)
-        results: list[PutResult] = []
-        is_over = not blocks
+        done, is_over = 0, False
+        pieces = self._begin_spill(run, chain, origin.lineage)
         try:
-            if blocks:
+            for piece in pieces:
                 results = self._write(
                     chain,
-                    begin,
-                    blocks,
+                    piece.begin,
+                    piece.blocks,
                     deadline_ns=deadline_ns,
                     lineage=origin.lineage,
                     expiry_class=origin.expiry_class,
                 )
+                not_done = (result.begin for result in results if result.result not in _ON_DISK)
+                done = next(not_done, piece.end)
+                if done < piece.end:
+                    break
+            else:
+                is_over = True
         except QuotaExceeded as error:
             is_over = True  # it would be refused again: the blocks stay as long as there is room
             log.info("blocks not written", code=error.code, error=error.message)
         except MillpondError as error:
             log.warning("blocks wait longer", code=error.code, error=error.message)
-        done = begin
-        for result in results:
-            if result.result not in _ON_DISK:
-                break
-            done = result.end
-        return self._end_spill(run, chain, begin, done, is_over=is_over or done == len(chain.digests))
+        return self._end_spill(run, chain, pieces, done, is_over=is_over)
 
-    def _begin_spill(self, run: Sequence[Tail], chain: BlockChain, lineage: int) -> tuple[int, list[Block]]:
+    def _begin_spill(self, run: Sequence[Tail], chain: BlockChain, lineage: int) -> list[_Piece]:
         """What to write: the run, and what is in memory before it if that makes its first window whole.
+
+        A block that is damaged, or has left, parts the run: it may be on disk, or come again.
 
         The blocks cannot leave before `_end_spill`.
         """
-        begin = len(chain.digests)
+        begin = run[0].begin
+        pieces: list[_Piece] = []
+        for index in range(begin, len(chain.digests)):
+            block = self._begin_write(chain, index)
+            if block is None:
+                continue
+            if not pieces or pieces[-1].end < index:
+                pieces.append(_Piece(index, []))
+            pieces[-1].blocks.append(block)
         # What is approximate is not merged with what is not.
-        first = run[0].begin if lineage else first_to_write(run[0].begin, begin, self._window)
-        blocks: list[Block] = []
-        while begin > first:
-            with self._lock:  # for one block at a time: others wait meanwhile
-                name = chain.digests[begin - 1][:BLOCK_HASH_BYTES]
-                if begin <= run[0].begin and self._blocks.lineage(name) != lineage:
-                    break
-                block = self._blocks.begin_write(name)
+        if lineage or not pieces or pieces[0].begin > begin:
+            return pieces
+        before: list[Block] = []
+        for index in range(begin - 1, first_to_write(begin, pieces[0].end, self._window) - 1, -1):
+            block = self._begin_write(chain, index, lineage)
             if block is None:
                 break
-            blocks.append(block)
-            begin -= 1
-        return begin, blocks[::-1]
+            before.append(block)
+        pieces[0] = _Piece(begin - len(before), before[::-1] + pieces[0].blocks)
+        return pieces
+
+    def _begin_write(self, chain: BlockChain, index: int, lineage: int | None = None) -> Block | None:
+        """A block to be written; None if it is not here, damaged, or of another lineage than asked for."""
+        name = chain.digests[index][:BLOCK_HASH_BYTES]
+        with self._lock:  # for one block at a time: others wait meanwhile
+            if lineage is not None and self._blocks.lineage(name) != lineage:
+                return None
+            return self._blocks.begin_write(name)
 
     def _end_spill(
-        self, run: Sequence[Tail], chain: BlockChain, begin: int, done: int, *, is_over: bool
+        self, run: Sequence[Tail], chain: BlockChain, pieces: Sequence[_Piece], done: int, *, is_over: bool
     ) -> int:
-        """Blocks `[begin, done)` are on disk: they may leave, as may those that never will be written.
+        """Blocks of the pieces before `done` are on disk: they may leave, as may those that never will be.
 
         Returns:
             How many of them were not on disk before.
@@ -257,12 +285,11 @@ class Spiller:
                     self._tails.give_back(now_ns, tail)
                 elif tail.tip not in self._tails:  # its last block may have been lost and come again
                     del self._origins[tail.tip]
-            for index in range(len(chain.digests) - 1, min(begin, run[0].begin) - 1, -1):  # tail first
-                block_hash = chain.digests[index][:BLOCK_HASH_BYTES]
-                if self._blocks.end_write(block_hash, may_leave=index < end):
-                    is_done = begin <= index < done
-                    num_new += is_done
-                    self._blocks.counts.given_up += not is_done
-            self._blocks.counts.spilled += done - begin
+            for index in (i for piece in reversed(pieces) for i in range(piece.end - 1, piece.begin - 1, -1)):
+                # Tail first: it is to leave first.
+                if self._blocks.end_write(chain.digests[index][:BLOCK_HASH_BYTES], may_leave=index < end):
+                    num_new += index < done
+                    self._blocks.counts.given_up += index >= done
+                self._blocks.counts.spilled += index < done
             self._blocks.counts.failed_spills += bool(waiting)
         return num_new

@@ -21,7 +21,7 @@ class DramCounts:
     refused: int = 0
     """No room: everything here waits to be written or is held by loads."""
     given_up: int = 0
-    """Not written because the tenant may not, or damaged: gone when they leave the memory."""
+    """Not written because the tenant may not: gone when they leave the memory."""
     failed_spills: int = 0
     """Tries."""
     damaged: int = 0

@@ -302,8 +302,43 @@ def test_a_bit_that_flips_in_memory_is_never_read_or_written(made: Hosts) -> Non
     assert there.read(chain).num_blocks == 3
     here.level.spill_all(deadline_ns=soon())
     assert here.level.counts.damaged == 1
-    assert made.made.pool.match(chain).num_blocks == 0, "blocks behind the hole begin no chain"
+    assert made.made.pool.match(chain).num_blocks == 3, "up to the hole"
     assert here.read(chain).num_blocks == 3
+
+
+def test_a_damaged_block_costs_what_waits_behind_it_and_nothing_before(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(20)
+    host.put(chain)
+    (place,) = made.directory.find(chain.hashes_of(15, 16))
+    assert place is not None
+    host.level.arena.view(place.ref.slot)[77] ^= 4
+    assert host.level.spill_all(deadline_ns=soon()) == 19
+    host.level.check()
+    assert host.level.counts.damaged == 1
+    assert host.level.counts.spilled == 19
+    assert host.level.num_waiting == 0
+    assert made.made.pool.match(chain).num_blocks == 15
+    assert host.put(chain, 15, 16) == 1  # it is computed again
+    assert host.level.spill_all(deadline_ns=soon()) == 1
+    assert made.made.pool.match(chain).num_blocks == 20, "those behind it were written too"
+
+
+def test_blocks_before_a_damaged_one_wait_if_the_pool_refuses_them(made: Hosts) -> None:
+    host, chain = made.add("h0"), chain_of(20)
+    host.put(chain)
+    (place,) = made.directory.find(chain.hashes_of(15, 16))
+    assert place is not None
+    host.level.arena.view(place.ref.slot)[77] ^= 4
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = True
+    assert host.level.spill_all(deadline_ns=soon()) == 0
+    host.level.check()
+    assert host.level.num_waiting == 19
+    for peer in made.made.peers.values():
+        peer.faults.refuse_puts = False
+    host.clock.now_ns += 5 * S
+    assert host.level.spill_due(deadline_ns=soon()) == 19
+    assert made.made.pool.match(chain).num_blocks == 15
 
 
 def test_readers_of_slots_that_are_reused_meanwhile_never_see_a_mixture(made: Hosts) -> None:
