@@ -72,6 +72,8 @@ class DictPool:
         self.is_down = False
         self.fail_after: int | None = None
         """Groups of rows until a get is short of shards."""
+        self.group_rows = 1
+        """Rows that come at once: extents of different length are cut differently."""
         self.meanwhile: list[Callable[[], None]] = []
         """One is done after each group of rows."""
 
@@ -123,7 +125,8 @@ class DictGet:
 
     def run(self) -> GetResult:
         limit, why = len(self.hit.extents), GetEnd.WHOLE
-        for row in range(NUM_ROWS):
+        num_rows = self.pool.group_rows
+        for row in range(0, NUM_ROWS, num_rows):
             for index, part in enumerate(self.hit.extents[:limit]):
                 pool = self.pool
                 if self.is_cancelled or pool.fail_after == 0:
@@ -132,7 +135,7 @@ class DictGet:
                     break
                 if pool.fail_after is not None:
                     pool.fail_after -= 1
-                self._deliver(part, row)
+                self._deliver(part, row, min(row + num_rows, NUM_ROWS))
                 if pool.meanwhile:
                     pool.meanwhile.pop(0)()
         ends = [GetEnd.WHOLE if i < limit else GetEnd.BEHIND for i in range(len(self.hit.extents))]
@@ -140,10 +143,10 @@ class DictGet:
             ends[limit] = why
         return GetResult(self.hit.extents[limit - 1].end if limit else 0, tuple(ends), ())
 
-    def _deliver(self, part: HitExtent, row: int) -> None:
+    def _deliver(self, part: HitExtent, begin: int, end: int) -> None:
         extent = self.pool.extents[part.location.digest, part.location.num_blocks]
         shape, buffer = encoded(extent)
-        self.sink.on_rows(RowsReady(shape, buffer, row, row + 1, part.begin, part.num_blocks))
+        self.sink.on_rows(RowsReady(shape, buffer, begin, end, part.begin, part.num_blocks))
 
 
 @cache
@@ -293,9 +296,11 @@ class LoadMachine(RuleBasedStateMachine):
 
     # --- the pool and the loads -----------------------------------------------------------------
 
-    @rule(is_down=st.booleans(), fail_after=st.none() | st.integers(0, 8))
-    def pool_becomes(self, is_down: bool, fail_after: int | None) -> None:
-        self.pool.is_down, self.pool.fail_after = is_down, fail_after
+    @rule(
+        is_down=st.booleans(), fail_after=st.none() | st.integers(0, 8), group_rows=st.integers(1, NUM_ROWS)
+    )
+    def pool_becomes(self, is_down: bool, fail_after: int | None, group_rows: int) -> None:
+        self.pool.is_down, self.pool.fail_after, self.pool.group_rows = is_down, fail_after, group_rows
 
     @rule(number=st.integers(0, 50))
     def lose_an_extent(self, number: int) -> None:
