@@ -12,7 +12,7 @@ import structlog
 from millpond.config.transfer_params import TransferParams
 from millpond.core.errors import DeadlineExceeded, TransferFailed
 from millpond.core.units import KIB
-from millpond.serve.transfer.frames import INLINE, Piece, encode_piece_header
+from millpond.serve.transfer.frames import INLINE, PIECE_HEADER_BYTES, PREFIX, Piece, encode_piece_header
 from millpond.serve.transfer.handshake import greet_receiver
 from millpond.serve.transfer.protocol import Pieces, checksum
 from millpond.serve.transfer.ring import Ring
@@ -98,8 +98,9 @@ class Peer:
             raise TransferFailed("no ring", code="handoff.ring")
         headers = bytearray()
         for index, source in enumerate(sources, work.begin):
-            ring.slot(self._next_slot, len(source))[:] = source
-            headers += encode_piece_header(_piece(work, index, source, self._next_slot), 0)
+            payload = ring.slot(self._next_slot, len(source))
+            payload[:] = source
+            headers += encode_piece_header(_piece(work, index, payload, self._next_slot), 0)
             self._next_slot = (self._next_slot + 1) % ring.num_slots
         with self.has_work:
             if self.num_used_slots == 0:
@@ -111,10 +112,11 @@ class Peer:
         """Copy headers and pieces into the staging buffer; returns its used part."""
         end = 0
         for index, source in enumerate(sources, work.begin):
-            header = encode_piece_header(_piece(work, index, source, INLINE), len(source))
-            for part in (header, source):
-                self._staging[end : end + len(part)] = part
-                end += len(part)
+            begin, end = end, end + PREFIX.size + PIECE_HEADER_BYTES + len(source)
+            payload = self._staging[end - len(source) : end]
+            payload[:] = source
+            header = encode_piece_header(_piece(work, index, payload, INLINE), len(payload))
+            self._staging[begin : end - len(payload)] = header
         return self._staging[:end]
 
     def free(self, now_ns: int, num_slots: int) -> None:
@@ -163,12 +165,13 @@ def _make_ring(params: TransferParams, piece_bytes: int) -> Ring | None:
         return None  # slower, but it works: pieces go inline
 
 
-def _piece(work: Reading, block_index: int, source: memoryview, slot: int) -> Piece:
+def _piece(work: Reading, block_index: int, payload: memoryview, slot: int) -> Piece:
+    """Describe the copy that travels: the engine may write the row again, after a load that broke."""
     return Piece(
         handle=work.handle,
         block_index=block_index,
         row=work.row,
-        num_bytes=len(source),
+        num_bytes=len(payload),
         slot=slot,
-        checksum=checksum(work.handle, block_index, work.row, source),
+        checksum=checksum(work.handle, block_index, work.row, payload),
     )

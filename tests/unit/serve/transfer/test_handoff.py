@@ -15,6 +15,8 @@ from millpond.core.events import HandoffArrived, HandoffClosed, HandoffFailed, H
 from millpond.core.ids import BlockId, RequestId
 from millpond.core.plan import HandoffClose, HandoffSend
 from millpond.core.units import SECOND_NS, num_blocks_for
+from millpond.serve.transfer import peer
+from millpond.serve.transfer.protocol import checksum
 from millpond.serve.transfer.receiver import HandoffReceiver
 from millpond.serve.transfer.sender import HandoffSender
 from millpond.serve.transfer.stream import DataAddress
@@ -49,6 +51,29 @@ def test_a_sequence_arrives_whole(pair: Pair, num_tokens: int, is_expected_first
     assert pair.sender_posts.next() == HandoffSent(send.request_id, 0)
     pair.assert_equal_bytes(send, receive)
     until(lambda: pair.sender.stats().num_used_slots == 0)
+    assert pair.receiver.stats().num_mismatches == 0
+
+
+def test_a_row_that_is_written_again_after_it_was_copied_does_not_spoil_what_travels(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a load that broke: what was announced is computed anew."""
+    send, receive = pair.send_order(), pair.receive_order()
+
+    def write_again() -> None:
+        for rows in (*pair.source.rows, pair.source.state):
+            rows += 1
+
+    def interrupted(handle: int, block_index: int, row: int, payload: memoryview) -> int:
+        write_again()
+        digest = checksum(handle, block_index, row, payload)
+        write_again()
+        return digest
+
+    monkeypatch.setattr(peer, "checksum", interrupted)
+    pair.receiver.expect(receive)
+    send_all(pair, send)
+    assert pair.receiver_posts.next() == HandoffArrived(receive.request_id, 0, first_token_id=7)
     assert pair.receiver.stats().num_mismatches == 0
 
 
