@@ -97,6 +97,8 @@ class TieredLoad:
         self.is_approximate = False
         """Whether some block is downstream of an approximate replay, or may be: not known of what is to come
         from another host's memory."""
+        self.is_here = False
+        """Whether all of it was in memory when it was begun."""
         self.cut_by = ""
         """Why it has fewer blocks than were asked for: `absent`, `no_room`; empty if it has all."""
         self.is_running = False

@@ -125,6 +125,7 @@ class TieredLoader:
             for index, held in enumerate(blocks):
                 if not held.is_whole and held.num_pins == 1:
                     held.lineage = load.lineage_to_come(index)
+            load.is_here = all(held.is_whole for held in blocks)
             load.is_approximate = any(held.lineage for held in blocks)
             self._count(load)
         return load

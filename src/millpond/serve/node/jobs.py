@@ -17,7 +17,7 @@ class Jobs:
     """See module. All methods are the loop's.
 
     Args:
-        num_load_threads: Loads that run at once.
+        num_load_threads: Loads that read from disks or other hosts at once.
     """
 
     def __init__(self, num_load_threads: int) -> None:
@@ -26,6 +26,8 @@ class Jobs:
         self.starter = ThreadPoolExecutor(1, "start load")
         """Finds slots for loads, in their order."""
         self.loader = ThreadPoolExecutor(num_load_threads, "load")
+        self.prover = ThreadPoolExecutor(2, "prove load")
+        """Runs loads that are in memory: they are not to wait behind those that read from elsewhere."""
         self.putter = ThreadPoolExecutor(1, "put")
         """Takes in what ranks have written, in the order in which it came."""
         self.maker = ThreadPoolExecutor(1, "make room")
@@ -56,7 +58,7 @@ class Jobs:
 
     def stop(self, until_ns: int) -> bool:
         """Begin nothing more; whether every thread has ended in time."""
-        for executor in (self.starter, self.loader, self.putter, self.maker):
+        for executor in (self.starter, self.loader, self.prover, self.putter, self.maker):
             executor.shutdown(wait=False, cancel_futures=True)
         started = [job for job in self._open if not job.cancelled()]
         left_s = max(0, until_ns - time.monotonic_ns()) / SECOND_NS

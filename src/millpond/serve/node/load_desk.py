@@ -115,7 +115,7 @@ class LoadDesk:
         """Nobody needs these any more: stop them, or give back what they hold."""
         for load in loads:
             if load.stage is LoadStage.RUNNING:
-                self._memory.loader.cancel(self._tiered[load])
+                self._release(self._tiered[load])  # at once if no thread has begun to run it
             elif load.stage is LoadStage.DONE:
                 self._release(self._tiered.pop(load))
 
@@ -201,7 +201,7 @@ class LoadDesk:
         )
         self._send(load.peer, accepted)
         self._jobs.submit(
-            self._jobs.loader,
+            self._jobs.prover if tiered.is_here else self._jobs.loader,
             lambda: self._memory.loader.run(tiered, deadline_ns=order.deadline_ns),
             lambda result: self._on_loaded(load, tiered, result),
         )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from millpond.core.node_messages import LoadAccepted, LoadDone, NodeHello, NodeWelcome
+from millpond.core.errors import MillpondError
+from millpond.core.node_messages import LoadAccepted, LoadCancel, LoadDone, NodeHello, NodeWelcome
+from millpond.store.chain import BlockChain, Hit
 from millpond.store.net.messages import Location, Matched
 from tests.unit.serve.node.rig import PARAMS, Daemon, RawPeer, Rig, chain, poll, rig
 from tests.unit.store.pool_cluster import LAYOUT
 
 LIMIT_S = 10.0
 """Ten times what may be noticed."""
+MORE = chain(5, 100_000)
 
 
 @pytest.fixture
@@ -78,3 +82,70 @@ def test_a_load_that_finds_no_room_goes_on_with_what_is_in_memory(made: Rig, ful
     assert peer.expect(LoadDone, LIMIT_S).num_blocks == 40
     assert full.daemon.counts.shortened == 1
     full.check()
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def located_of(daemon: Daemon, of: BlockChain) -> bytes:
+    """Where a chain lies on the disks, once the metadata says it; it may be slow."""
+    found: list[Hit] = []
+
+    def is_found() -> bool:
+        with suppress(MillpondError):
+            found.append(daemon.memory.pool.match(of))
+        return bool(found) and found[-1].num_blocks == len(of.digests)
+
+    poll(is_found, "what is on the disks")
+    parts = found[-1].extents
+    extents, begins = tuple(part.location for part in parts), tuple(part.begin for part in parts)
+    return msgspec.msgpack.encode(Matched(len(of.digests), extents, begins))
+
+
+@pytest.fixture
+def busy(made: Rig) -> Iterator[tuple[Daemon, RawPeer, bytes]]:
+    """Every loader thread has a load of two blocks from disks that say nothing. Where `MORE` lies on them."""
+    before = made.start()
+    rank = made.rank(before)
+    for number in range(4):
+        rank.put(chain(2, 10_000 * number), request=f"p{number}")
+    rank.put(MORE, request="more")
+    poll(lambda: before.daemon.counts.puts == 13, "puts")
+    poll(lambda: before.memory.level.num_waiting == 0, "everything is on disk", 30)
+    before.end()
+    params = replace(PARAMS, lease_s=600, spill=replace(PARAMS.spill, idle_s=600))
+    daemon = made.start(params=params)
+    poll(lambda: daemon.memory.pool.is_open, "the pool")
+    chains = {chain(2, 10_000 * number) for number in range(4)} | {MORE}
+    located = {of: located_of(daemon, of) for of in chains}
+    for peer in made.peers.values():
+        peer.faults.is_silent = True
+    peer = raw(made, daemon)
+    for number in range(4):
+        of = chain(2, 10_000 * number)
+        peer.load(of, 1 + number, located=located[of], deadline_s=60)
+        assert len(peer.expect(LoadAccepted).slots) == 2
+    yield daemon, peer, located[MORE]
+    for silent in made.peers.values():
+        silent.faults.is_silent = False
+    daemon.check()
+
+
+def test_a_load_that_is_in_memory_does_not_wait_for_reads(made: Rig, busy: tuple[Daemon, RawPeer, bytes]):
+    daemon, peer, _ = busy
+    made.rank(daemon).put(chain(7, 200_000))
+    poll(lambda: daemon.daemon.counts.puts == 7, "puts")
+    peer.load(chain(7, 200_000), 5, deadline_s=60)
+    done = peer.expect(LoadDone, LIMIT_S)
+    assert (done.number, done.num_blocks) == (5, 7)
+
+
+def test_a_cancelled_load_that_has_not_begun_to_run_gives_its_slots_back(busy: tuple[Daemon, RawPeer, bytes]):
+    daemon, peer, located = busy
+    level = daemon.memory.level
+    order = peer.load(MORE, 5, located=located, deadline_s=60)
+    assert len(peer.expect(LoadAccepted).slots) == 5
+    assert level.blocks.num_pinned == 13
+    peer.send(LoadCancel(order.request_id, 0, order.number))
+    poll(lambda: level.blocks.num_pinned == 8, "its slots are given back", LIMIT_S)
+    daemon.check()
