@@ -16,6 +16,7 @@ _LINKS = {
     "swap-in, host memory to engine": "millpond_swap_in_bytes_total",
 }
 _FALLBACKS = (
+    "millpond_prefix_match_total:partial",
     "millpond_prefix_match_total:late",
     "millpond_prefix_match_total:failed",
     "millpond_node_loads_refused_total",
@@ -26,8 +27,10 @@ _FALLBACKS = (
     "millpond_node_puts_skipped_total",
     "millpond_persist_skipped_total",
     "millpond_swap_in_broken_total",
+    "millpond_loads_refused_total",
     "millpond_loads_voided_total",
     "millpond_loads_lost_total",
+    "millpond_replays_total",
     "millpond_handoff_failed_total",
     "millpond_preemptions_total",
     "millpond_request_resubmitted_total",

@@ -152,12 +152,39 @@ vllm:num_requests_running{model_name="m"} 1.0
 
 
 def test_counters_are_summed_by_kind_and_gauges_left_out():
-    assert read_counters(BEFORE) == {
+    assert difference({}, read_counters(BEFORE)) == {
         "millpond_node_blocks_loaded_total:memory": 6.0,
         "millpond_prefix_match_total:hit": 3.0,
         "millpond_loads_total": 9.0,
         "millpond_handoff_send_num_bytes": 100.0,
     }
+
+
+def test_a_process_that_restarted_does_not_hide_what_others_counted():
+    def counted(p0: int, p1: int) -> dict[str, float]:
+        name = "millpond_prompt_tokens_total"
+        p0_text, p1_text = (f'{name}{{group="p{i}",source="computed"}} {n}' for i, n in enumerate((p0, p1)))
+        return read_counters(f"{p0_text}\n{p1_text}\n")
+
+    moved = difference(counted(1000, 500), counted(10, 600))
+    assert moved == {"millpond_prompt_tokens_total:computed": 110.0}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "millpond_loads_refused_total:no_daemon",
+        "millpond_loads_refused_total:deadline",
+        "millpond_loads_refused_total:daemon_lost",
+        "millpond_replays_total",
+        "millpond_prefix_match_total:partial",
+        "millpond_prefix_match_total:late",
+        "millpond_prefix_match_total:failed",
+    ],
+)
+def test_every_fallback_is_told(name: str):
+    figures = make_figures([], {name: 3.0, "millpond_prefix_match_total:hit": 2.0})
+    assert figures.fallbacks == {name: 3}
 
 
 def test_differences_survive_a_restart_of_what_counts():
