@@ -32,7 +32,8 @@ from millpond.serve.replay.figures import make_figures
 SMOLLM = "smollm2-135m"
 V41 = "v41-small"
 MEMORY = {SMOLLM: "engine.kv_memory=1280 MiB", V41: "engine.kv_memory=512 MiB"}
-NO_MATCH = "gateway.match=false"
+NO_MATCH = ("gateway.match=false", "gateway.token_deadline_s=3600")
+"""Without the pool the last of eight prompts waits for minutes until the others are computed."""
 EXACT = "engine.numerics=exact"
 EXACT_FIELDS = {"state_restore": "exact"}
 EXACT_TURNS = 3
@@ -107,7 +108,7 @@ def _measure_sessions(report: Report, folder: Path, models: dict[str, str]) -> N
     for name, model in models.items():
         sessions = growing_sessions(*SIZE)
         say(f"{name}: {SIZE[0]} sessions x {SIZE[1]} turns, pool off")
-        with _service(folder / "off", model, MEMORY[name], NO_MATCH) as service:
+        with _service(folder / "off", model, MEMORY[name], *NO_MATCH) as service:
             off = service.play(sessions)
         say(f"{name}: mean job {off.jct_s:.2f} s; pool on")
         (folder / "on").mkdir()
