@@ -6,6 +6,7 @@ import pytest
 
 from millpond.config.sim_params import SimCostParams, SimRankParams
 from millpond.control.group_scheduler import GroupRole
+from millpond.control.kv_loads import MAX_RETRIES
 from millpond.core.hashing import HashChain
 from millpond.core.ids import RequestId
 from millpond.core.request import FinishReason, StateRestore
@@ -99,7 +100,7 @@ def test_whatever_goes_wrong_with_loads_every_turn_ends_with_its_text(has_state,
     cluster = run(sessions, MIXED, SimRankParams(has_state=has_state), load_faults=faults)
     if faults.refuse_ratio == 1.0:
         assert sum(hits(cluster)) == 0
-        assert cluster.kv_node.num_refused == 12
+        assert 12 < cluster.kv_node.num_refused <= 12 * (1 + MAX_RETRIES)
     if faults.break_ratio == 1.0:
         assert cluster.kv_node.num_broken >= 8
         num_hit = sum(stream.num_cached_tokens for stream in cluster.streams)

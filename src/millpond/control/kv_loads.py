@@ -1,6 +1,7 @@
 """Cached KV of one rank's sequences: ordered while they wait, swapped in when they are granted memory.
 
 queued     the load is wanted, then ordered (`LoadStart`), then answered (`Loaded`)
+refused    for lack of room or time, while others are before it: wanted again when its turn is near
            a sequence that was awaited for long is overtaken: those behind it do not wait for its load
 admitted   `SwapIn` into the leading blocks; the prefill begins where `policies.resume` says
 lost       the engine has forgotten the sequence: it begins anew with what is in place
@@ -13,7 +14,7 @@ from millpond.control.rank_state import WAITING, RankState
 from millpond.core.blocks import Fit
 from millpond.core.errors import InvariantBroken
 from millpond.core.events import Loaded
-from millpond.core.plan import LoadStart, SwapIn
+from millpond.core.plan import LoadEnd, LoadStart, SwapIn
 from millpond.core.request import StateRestore
 from millpond.core.sequence import KvLoad, LoadState, Sequence, SequenceState
 from millpond.core.units import BLOCK_TOKENS, MILLISECOND_NS
@@ -22,6 +23,11 @@ from millpond.policies.resume import Resumption, resume
 OVERTAKE_NS = 50 * MILLISECOND_NS
 """A load of which nothing has come for so long does not hold up others any more: enough for what comes from
 memory or a healthy disk, little beside a prompt that is computed."""
+
+MAX_RETRIES = 2
+"""A load is ordered once more when one sequence at most is before its own, and once more when none is."""
+RETRIED = frozenset({"no_room", "deadline"})
+"""Refusals that say nothing of the load, but of when it was ordered."""
 
 
 class KvLoads:
@@ -66,7 +72,8 @@ class KvLoads:
             return False
         if load.awaited_ns is None:
             load.awaited_ns = now_ns
-        load.is_overtaken = now_ns - load.awaited_ns >= OVERTAKE_NS
+        has_had_its_time = load.num_retries > 0 and load.state is LoadState.WANTED
+        load.is_overtaken = has_had_its_time or now_ns - load.awaited_ns >= OVERTAKE_NS
         return load.is_overtaken
 
     def order(self, now_ns: int) -> None:
@@ -80,6 +87,8 @@ class KvLoads:
             load, spec = sequence.load, sequence.spec
             if load is None or load.state is not LoadState.WANTED:
                 continue
+            if load.num_retries and self._num_before(sequence) > MAX_RETRIES - load.num_retries:
+                continue  # it would find no room again
             if num_open >= self._max_ahead:
                 return
             if rank.memory.fits(sequence.num_tokens) is Fit.NEVER:
@@ -105,6 +114,10 @@ class KvLoads:
         """Learn what will be there. Only the first answer to an order counts."""
         load = sequence.load
         if load is None or load.state is not LoadState.ORDERED:
+            return
+        is_early = load.num_retries < MAX_RETRIES and self._num_before(sequence) > 0
+        if answer.refused in RETRIED and is_early:
+            self._retry(sequence, load)
             return
         load.state = LoadState.ANSWERED
         load.is_overtaken = False
@@ -142,6 +155,18 @@ class KvLoads:
             load.state_position = -1
         sequence.is_on_engine = False
         self._begin(sequence, load)
+
+    def _retry(self, sequence: Sequence, load: KvLoad) -> None:
+        spec = sequence.spec
+        load.state = LoadState.WANTED
+        load.num_retries += 1
+        load.awaited_ns = None
+        self._rank.outbox.unloads.append(LoadEnd(spec.request_id, spec.attempt, self._rank.me.rank))
+
+    def _num_before(self, sequence: Sequence) -> int:
+        """Sequences that came before one and are not computed yet."""
+        lines = self._rank.lines
+        return sum(other.arrival < sequence.arrival for state in WAITING for other in lines[state].values())
 
     @staticmethod
     def _shorten(sequence: Sequence, load: KvLoad, num_tokens: int) -> None:

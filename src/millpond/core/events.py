@@ -128,6 +128,9 @@ class Loaded:
     """Leading tokens of which a snapshot of the state is at hand, at most `num_tokens`; -1: none."""
     is_approximate: bool = False
     """Some of it was computed downstream of a bounded replay, or may have been."""
+    refused: str = ""
+    """Why there was no load at all: as `LoadRefused.reason`, `no_daemon`, `daemon_lost`. Empty if there was
+    one, whatever came of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class KvLoad:
     """As `Loaded.is_approximate`."""
     awaited_ns: int | None = None
     """Since when nothing has come of it; None while it was not ordered and nobody waited for it."""
+    num_retries: int = 0
+    """How often there was no room or no time for it, and it is wanted again."""
     is_overtaken: bool = False
     """Others of the queue do not wait for its sequence."""
 

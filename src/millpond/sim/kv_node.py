@@ -88,8 +88,10 @@ class KvNode:
         chain = HashChain(order.kv.root)
         chain.extend(order.token_ids)
         num_blocks = self.pool.num_leading(chain.digests)
+        refused = ""
         if not self.is_up or self._happens(self.faults.refuse_ratio):
             num_blocks = 0
+            refused = "no_room" if self.is_up else "no_daemon"
             self.num_refused += 1
         digests = chain.digests[:num_blocks]
         breaks = bool(num_blocks) and self._happens(self.faults.break_ratio)
@@ -110,12 +112,13 @@ class KvNode:
             num_tokens=num_blocks * BLOCK_TOKENS,
             state_position=load.state_position,
             is_approximate=bool(load.approximate),
+            refused=refused,
         )
         delay_ns = self.costs.load_setup_ns
         self.kernel.after(delay_ns, ORDER, lambda: deliver(answer))
         if self._happens(self.faults.repeat_ratio):
             delay_ns += self.chance.below(SECOND_NS)
-            self.kernel.after(delay_ns, ORDER, lambda: deliver(answer))
+            self.kernel.after(delay_ns, ORDER, lambda: self._repeat(owner, load, deliver, answer))
 
     def swap_in(self, owner: str, order: SwapIn) -> list[bytes]:
         """Return the leading blocks that an engine gets of those that it asked for."""
@@ -170,6 +173,11 @@ class KvNode:
         for load in self._loads.values():
             if load.num_valid:
                 load.num_valid = self.chance.below(load.num_valid)
+
+    def _repeat(self, owner: str, load: _Load, deliver: Deliver, answer: Loaded) -> None:
+        """Answer once more, if the request was not ordered anew: a rank tells its loads apart."""
+        if self._loads.get((owner, answer.request_id), load) is load:
+            deliver(answer)
 
     def _happens(self, ratio: float) -> bool:
         return ratio > 0 and self.chance.uniform() < ratio

@@ -240,6 +240,86 @@ def test_a_span_of_decode_steps_ends_where_time_may_let_somebody_overtake():
     assert group.scheduler.next_plan(0, 8).num_steps == 1
 
 
+@pytest.mark.parametrize("reason", ["no_room", "deadline"])
+def test_a_load_that_had_no_room_behind_others_is_ordered_again_when_its_turn_is_near(reason):
+    group = Group(GroupRole.PREFILL, max_step_tokens=50)
+    for name in "abc":
+        group.assign(name, num_cached=512)
+    group.plan()
+    group.loaded("a", 512)
+    group.loaded("b", 512)
+    group.loaded("c", 0, refused=reason)
+    plan = group.plan()
+    assert [end.request_id for end in plan.unloads] == ["c"]
+    assert plan.loads == ()
+    group.scheduler.advance(0, group.engines.run(plan))
+    assert group.scheduler.views()[0].queued_tokens == 38 + 2 * 88, "it is hoped for still"
+    while len(group.loads) == 3:
+        group.step()
+    assert [order.request_id for order in group.loads] == ["a", "b", "c", "c"]
+    assert group.chunks[-1][0] == "b"
+    group.loaded("c", 512)
+    group.run()
+    assert [begin for name, begin, _ in group.chunks if name == "c"] == [512, 536, 586]
+    assert sorted(end.request_id for end in group.ends) == ["a", "b", "c", "c"]
+
+
+@pytest.mark.parametrize("reason", ["absent", "no_daemon", "daemon_lost", "layout", "stopping", ""])
+def test_other_refusals_are_final(reason):
+    group = Group()
+    for name in "abc":
+        group.assign(name, num_cached=512)
+    group.plan()
+    group.loaded("c", 0, refused=reason)
+    group.loaded("a", 512)
+    group.loaded("b", 512)
+    group.run()
+    assert len(group.loads) == 3
+    assert group.chunks[-1] == ("c", 0, 600)
+
+
+def test_whose_turn_it_is_gets_no_second_load():
+    group = Group()
+    group.assign("a", num_cached=512)
+    group.plan()
+    group.loaded("a", 0, refused="no_room")
+    group.run()
+    assert group.chunks == [("a", 0, 600)]
+    assert len(group.loads) == len(group.ends) == 1
+
+
+def test_a_load_is_ordered_again_twice_at_most_and_holds_up_nobody_meanwhile():
+    group = Group(GroupRole.PREFILL, max_step_tokens=50)
+    for name in "abc":
+        group.assign(name, num_cached=512)
+    group.assign("d", 10)
+    group.plan()
+    group.loaded("c", 0, refused="no_room")
+    group.loaded("a", 512)
+    group.loaded("b", 512)
+    for num_loads in (4, 5):
+        while len(group.loads) < num_loads:
+            assert group.step()
+        group.loaded("c", 0, refused="no_room")
+    group.run()
+    assert len(group.loads) == 5
+    assert [name for name, _, end in group.chunks if end in {600, 10}] == ["a", "b", "d", "c"]
+    assert group.chunks[-1] == ("c", 550, 600)
+
+
+def test_an_abort_of_what_is_wanted_again_ends_nothing_twice():
+    group = Group(GroupRole.PREFILL, max_step_tokens=50)
+    for name in "abc":
+        group.assign(name, num_cached=512)
+    group.plan()
+    group.loaded("a", 512)
+    group.loaded("c", 0, refused="no_room")
+    group.step()
+    group.scheduler.advance(0, Aborted(RequestId("c"), 0))
+    group.plan()
+    assert [end.request_id for end in group.ends] == ["c"]
+
+
 def test_loads_of_the_queue_are_ordered_ahead_in_its_order_and_no_further():
     group = Group(max_loads_ahead=2)
     for name in "abcd":

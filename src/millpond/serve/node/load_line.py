@@ -170,7 +170,7 @@ class LoadLine:
         load.void()
         if not load.is_answered:
             self.counts.refused[reason] += 1
-            self._answer(load, Loaded(load.request_id, load.attempt, 0))
+            self._answer(load, Loaded(load.request_id, load.attempt, 0, refused=reason))
 
     def _answer(self, load: NodeLoad, loaded: Loaded) -> None:
         load.is_answered = True

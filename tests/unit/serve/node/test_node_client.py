@@ -124,7 +124,7 @@ def test_a_daemon_that_does_not_answer_counts_as_nothing_at_the_deadline(made: R
     request = fake.rank.order(3, deadline_s=0.3)
     order = fake.expect(Load)
     assert isinstance(order, Load)
-    assert fake.rank.answer(request) == Loaded(request, 0, 0)
+    assert fake.rank.answer(request) == Loaded(request, 0, 0, refused="deadline")
     cancel = fake.expect(LoadCancel)
     assert isinstance(cancel, LoadCancel)
     assert cancel.number == order.number

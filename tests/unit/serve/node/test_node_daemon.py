@@ -195,7 +195,7 @@ def test_a_load_that_finds_no_room_is_refused_at_its_deadline(made: Rig):
     rank.finish(held)
     late = rank.order(24, 100_000, deadline_s=0.5)
     assert rank.answer(late).num_tokens == 0
-    assert set(rank.client.counts.refused) <= {"no_room", "deadline"}
+    assert set(rank.client.load_counts.refused) <= {"no_room", "deadline"}
     rank.client.end(held, 0)
     assert rank.read(24, 100_000) == 24
     daemon.check()
@@ -216,7 +216,7 @@ def test_what_nobody_has_is_absent(made: Rig):
     daemon = made.start()
     rank = made.rank(daemon)
     request = rank.order(5)
-    assert rank.answer(request) == Loaded(request, 0, 0)
+    assert rank.answer(request) == Loaded(request, 0, 0, refused="absent")
     assert daemon.daemon.counts.refused == {"absent": 1}
 
 
