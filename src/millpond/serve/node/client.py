@@ -298,9 +298,9 @@ class NodeClient:
     def _greet(self) -> None:
         """Introduce ourselves anew; what we held is void, here and there."""
         self._void("daemon_lost")
+        self._incarnation += 1  # first of all: a late welcome to what is void must not bring it back
         if self._slots.num_in_hand:
             return  # once greeted, the daemon lends these slots to others
-        self._incarnation += 1
         self._hello_ns = time.monotonic_ns()
         hello = NodeHello(self._incarnation, self._layout.fingerprint, self._num_put_slots, os.getpid())
         if self._dealer.send(hello):

@@ -18,10 +18,12 @@ from millpond.core.node_messages import (
     LoadCancel,
     LoadDone,
     NodeHello,
+    NodePing,
     NodeWelcome,
     Put,
     PutClose,
     PutSlots,
+    SnapshotPut,
 )
 from millpond.serve.node.client import NodeClient
 from millpond.serve.rpc import Router, wait_any
@@ -243,6 +245,36 @@ def test_a_lost_daemon_is_not_greeted_before_the_last_copy_has_ended(made: Rig):
     fake.welcome()
     assert not any(isinstance(message, Put) for message in fake.received)
     assert fake.rank.client.put_counts.lost == 1
+
+
+def test_a_late_welcome_to_a_lease_that_is_over_does_not_bring_it_back(made: Rig):
+    """It comes while the last copy goes on; the daemon, which noticed nothing, goes on answering."""
+    fake = FakeDaemon(made)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((1, 0),), incarnation))
+    client = fake.rank.client
+    poll(lambda: client.num_free_slots, "a slot")
+    slot = client.take_slot()
+    assert slot is not None
+    poll(lambda: client.epoch == 0, "the lease is over", 10)
+    old = NodeWelcome(str(fake.arena.path), fake.arena.epoch, incarnation)
+    fake.send(old)
+    fake.rank.client.snapshot(SnapshotPut(identity(chain(1)), b"", 128, b""))  # after the welcome
+    poll(lambda: client.counts.snapshots + client.counts.snapshots_lost == 1, "the welcome was heard")
+    client.put(RequestId("put"), 0, identity(chain(1)), 0, chain(1).digests, [slot])
+    fake.received.clear()
+
+    def is_greeted() -> bool:
+        fake.take()
+        if any(isinstance(message, NodePing) for message in fake.received):
+            fake.received.clear()
+            fake.send(old)
+        return any(isinstance(message, NodeHello) for message in fake.received)
+
+    poll(is_greeted, "a new lease is asked for", 10)
+    incarnation = fake.welcome()
+    fake.send(PutSlots(((2, 0),), incarnation))
+    poll(lambda: client.num_free_slots == 1, "slots come again")
 
 
 def test_an_arena_of_another_layout_is_not_used(made: Rig):
