@@ -23,6 +23,15 @@ from millpond.store.stripe import Block
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class PeerCounts:
+    """Since the start."""
+
+    failed: int = 0
+    """Blocks that another host seemed to have and did not give: it was not reached, or the block had left,
+    was damaged or late."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCall:
     """A block on its way from another host's memory."""
@@ -30,6 +39,7 @@ class PeerCall:
     link: NodeLink
     call: Call
     out: Block
+    counts: PeerCounts
 
     @property
     def lineage(self) -> int:
@@ -57,6 +67,7 @@ class PeerCall:
                 raise ChecksumMismatch("a block changed on its way", code="dram.checksum")
         except MillpondError as error:
             log.info("block not read from memory", host=self.link.info.node, code=error.code)
+            self.counts.failed += 1
             return False
         return True
 
@@ -74,6 +85,7 @@ class DramPeers:
     def __init__(
         self, directory: Directory, *, name: str, token: str, params: NodeLinkParams | None = None
     ) -> None:
+        self.counts = PeerCounts()
         self._directory = directory
         self._name = name
         self._token = token
@@ -95,6 +107,7 @@ class DramPeers:
         """
         host = self._directory.host(place.host)
         if host is None or host.epoch != place.epoch:
+            self.counts.failed += 1
             return None
         link = self._link(place.host, host.address, deadline_ns if up_ns is None else up_ns)
         query = PeerRead(place.epoch, block_hash, place.ref.slot, place.ref.generation)
@@ -105,8 +118,9 @@ class DramPeers:
                 landing=lambda message, num_bytes: _landing(query, message, num_bytes, out),
             )
         except MillpondError:
+            self.counts.failed += 1
             return None
-        return PeerCall(link, call, out)
+        return PeerCall(link, call, out, self.counts)
 
     def close(self) -> None:
         """Close all connections."""

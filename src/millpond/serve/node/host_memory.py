@@ -27,7 +27,7 @@ from millpond.store.metadata.directory import STATES
 from millpond.store.net.dram_server import DramServer
 from millpond.store.pool import Pool
 from millpond.store.pool_settings import PoolParams, PoolSettings
-from millpond.store.remote_directory import RemoteDirectory
+from millpond.store.remote_directory import RemoteDirectory, RemoteDirectoryCounts
 from millpond.store.tiered_load import TieredLoader
 
 SPILL_S = 1.0
@@ -131,6 +131,21 @@ class HostMemory:
         for server, directory in zip(self._servers, self._directories, strict=True):
             server.start()
             directory.join(setup.host, DramHost(server.address, setup.epoch))
+
+    @property
+    def num_stale(self) -> int:
+        """Reads of other hosts that came too late: what they wanted had left."""
+        return sum(server.num_stale for server in self._servers)
+
+    @property
+    def num_failed_peers(self) -> int:
+        """Blocks that another host seemed to have and did not give."""
+        return self._block_peers.counts.failed
+
+    @property
+    def directory_counts(self) -> tuple[RemoteDirectoryCounts, ...]:
+        """Of blocks and of snapshots; none without other hosts."""
+        return tuple(each.counts for each in self._directories if isinstance(each, RemoteDirectory))
 
     def spill_until_ns(self) -> int:
         """Deadline of a write that begins now."""

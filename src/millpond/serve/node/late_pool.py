@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from millpond.control.extent_read import ReadCounts
 from millpond.core.errors import MillpondError, TransferFailed
 from millpond.core.extents import window_blocks
 from millpond.core.kv_layout import KvLayout
@@ -72,6 +73,10 @@ class LatePool:
         self._open_pool = open_pool
         self._retry_s = retry_s
         self._heal_period_s = heal_period_s
+        self.failed_matches = 0
+        """Questions that nobody answered, of a pool that is to be there."""
+        self.reads = ReadCounts()
+        """Of the pool that was opened last."""
         self._pool: Pool | None = None
         self._healer: Healer | None = None
         self._refreshed_ns = 0
@@ -99,7 +104,11 @@ class LatePool:
         Raises:
             TransientError: The pool is not there, or its metadata does not answer.
         """
-        return self._get_pool().match(chain, deadline_ns=deadline_ns)
+        try:
+            return self._get_pool().match(chain, deadline_ns=deadline_ns)
+        except MillpondError:
+            self.failed_matches += self._open_pool is not None
+            raise
 
     def begin_get(
         self, hit: Hit, sink: RowSink, *, deadline_ns: int, order: RowOrder = RowOrder.EXTENTS
@@ -166,6 +175,7 @@ class LatePool:
             return
         self._healer = Healer(pool) if self._heal_period_s else None
         self._refreshed_ns = time.monotonic_ns()
+        self.reads = pool.client.reads.counts
         self._pool = pool
         log.info("node.pool_open", num_nodes=len(pool.links))
         if self._is_stopping.is_set():  # `close` may not have seen it

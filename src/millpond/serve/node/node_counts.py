@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from millpond.control.extent_read import ReadCounts, ReadEnd
 from millpond.serve.node.host_memory import HostMemory
 from millpond.store.load_state import LoadResult
 
@@ -54,7 +55,7 @@ class NodeCounts:
     def values(self, memory: HostMemory) -> dict[str, float]:
         """Metrics of the daemon and its memory: name, or `name:source`, to value."""
         level, snapshots = memory.level.counts, memory.snapshots.counts
-        fetches, heals = memory.snapshots.fetches, memory.pool.heals
+        fetches, heals, directories = memory.snapshots.fetches, memory.pool.heals, memory.directory_counts
         with memory.level.lock:
             num_lent, num_pinned = memory.level.blocks.num_lent, memory.level.blocks.num_pinned
         counters: dict[str, float] = {
@@ -69,7 +70,13 @@ class NodeCounts:
             "millpond_node_blocks_evicted_total": level.evicted,
             "millpond_node_blocks_refused_total": level.refused,
             "millpond_node_blocks_damaged_total": level.damaged,
+            "millpond_node_blocks_given_up_total": level.given_up,
             "millpond_node_spills_failed_total": level.failed_spills,
+            "millpond_node_matches_failed_total": memory.pool.failed_matches,
+            "millpond_node_directory_failed_total:find": sum(each.failed_finds for each in directories),
+            "millpond_node_directory_failed_total:beat": sum(each.failed_beats for each in directories),
+            "millpond_node_peer_reads_failed_total": memory.num_failed_peers,
+            "millpond_node_peer_reads_stale_total": memory.num_stale,
             "millpond_node_healed_total": heals.healed,
             "millpond_node_rewritten_total": heals.rewritten,
             "millpond_node_snapshots_total:kept": snapshots.kept,
@@ -79,6 +86,7 @@ class NodeCounts:
             "millpond_node_snapshots_total:evicted": snapshots.evicted,
             "millpond_node_snapshots_total:expired": snapshots.expired,
             "millpond_node_snapshots_total:refused": snapshots.refused,
+            "millpond_node_snapshots_total:missized": memory.snapshots.num_missized,
             "millpond_node_snapshots_total:fetched": fetches.fetched,
             "millpond_node_snapshots_total:late": fetches.late,
             "millpond_node_pool_open": int(memory.pool.is_open),
@@ -90,7 +98,26 @@ class NodeCounts:
             "millpond_node_snapshots": memory.snapshots.num_held,
             "millpond_node_snapshot_bytes": memory.snapshots.num_bytes,
         }
+        counters |= _pool_reads(memory.pool.reads)
         counters |= {f"millpond_node_blocks_loaded_total:{each}": n for each, n in self.blocks.items()}
         counters |= {f"millpond_node_loads_refused_total:{each}": n for each, n in self.refused.items()}
         counters |= {f"millpond_node_shortened_total:{each}": n for each, n in self.shortened_by.items()}
         return counters
+
+
+def _pool_reads(reads: ReadCounts) -> dict[str, float]:
+    """How the pool's coded reads went."""
+    ends: dict[str, float] = {
+        f"millpond_node_pool_reads_total:{end.name.lower()}": reads.ends[end] for end in ReadEnd
+    }
+    return ends | {
+        "millpond_node_pool_reads_begun_total": reads.reads,
+        "millpond_node_pool_needed_bytes_total": reads.needed_bytes,
+        "millpond_node_pool_asked_bytes_total": reads.asked_bytes,
+        "millpond_node_pool_hedges_total": reads.hedges,
+        "millpond_node_pool_hedges_refused_total": reads.hedges_refused,
+        "millpond_node_pool_narrow_reads_total": reads.narrow_reads,
+        "millpond_node_pool_losers_total": reads.losers,
+        "millpond_node_pool_bad_shards_total": reads.bad_shards,
+        "millpond_node_pool_peak_bytes": reads.peak_in_flight_bytes,
+    }

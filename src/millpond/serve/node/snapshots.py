@@ -72,6 +72,8 @@ class Snapshots:
         fetch_s: float,
     ) -> None:
         self.fetches = FetchCounts()
+        self.num_missized = 0
+        """Snapshots dropped because they cannot be of our layout."""
         self._store = store
         self._state_bytes = state_bytes
         self._directory = directory
@@ -97,8 +99,9 @@ class Snapshots:
         return self._store.num_bytes
 
     def put(self, message: SnapshotPut) -> None:
-        """Keep a copy, as far as there is room."""
+        """Keep a copy, as far as there is room. One of another size than our layout's is dropped."""
         if not self._state_bytes or len(message.state) != self._state_bytes:
+            self.num_missized += 1
             return
         now_ns = time.monotonic_ns()
         with self._lock:
@@ -196,6 +199,8 @@ class SnapshotServer:
     def __init__(self, snapshots: Snapshots, host: str, epoch: int, address: str, *, token: str) -> None:
         self.failure: BaseException | None = None
         """A bug that ended a thread; the process should end too."""
+        self.num_stale = 0
+        """Reads of snapshots that had gone."""
         self._snapshots = snapshots
         self._epoch = epoch
         hello = Hello(VERSION, host, token, epoch)
@@ -226,6 +231,7 @@ class SnapshotServer:
         if message.epoch == self._epoch:
             found = self._snapshots.read(message.block_hash, message.generation)
         if found is None:
+            self.num_stale += 1
             peer.answer(head.request, Failed("stale", "the snapshot has gone"))
             return
         lineage = int(found.is_approximate)
