@@ -108,12 +108,16 @@ class _Channel(Generic[Received]):
             self._note_readable()
             await self._readable.wait()
 
-    def close(self) -> None:
-        """Close; what is still queued is dropped. May be called twice."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; what is still queued is dropped. May be called twice.
+
+        Args:
+            linger_s: The network may take so long to send it, after this; its own end waits for that.
+        """
         if self._loop is not None and not self._socket.closed:
             for item in self.poll_items():
                 self._loop.remove_reader(_descriptor(item))
-        self._socket.close(linger=0)
+        self._socket.close(linger=int(linger_s * 1000))
 
     def __enter__(self) -> Self:
         return self
@@ -217,10 +221,10 @@ class Dealer(_Channel[object]):
         """Send to the peer; False if it is not connected or its queue is full."""
         return self._write((), message)
 
-    def close(self) -> None:
-        """Close; what is still queued is dropped. May be called twice."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """As the base class."""
         if not self._socket.closed:
-            super().close()
+            super().close(linger_s)
             self._monitor.close(linger=0)
 
     def _read(self, frames: list[bytes]) -> object:

@@ -45,6 +45,8 @@ from millpond.serve.rpc import Connected, Dealer, Network, Wakeup, wait_any
 from millpond.store.dram_arena import DramArena
 
 PING_NS = 500 * MILLISECOND_NS
+LINGER_S = 0.2
+"""At the end, what was put last has so long to reach the daemon."""
 HELLO_NS = SECOND_NS
 """While the daemon does not answer, it is greeted this often."""
 
@@ -206,7 +208,7 @@ class NodeClient:
         self._orders.post(None)
         self._thread.join()
         self._orders.close()
-        self._dealer.close()
+        self._dealer.close(LINGER_S)
         self._void("stopped")
 
     # --- the thread --------------------------------------------------------------------------

@@ -114,6 +114,7 @@ class RankKv:
             "millpond_persist_aside_total": puts.aside,
             "millpond_persist_seconds_total": kept.seconds,
             "millpond_persist_states_total": kept.num_states,
+            "millpond_persist_states_lost_total": self.node.counts.snapshots_lost,
             "millpond_compute_seconds_total": self.compute_ns / SECOND_NS,
             "millpond_loads_total": loads.loads,
             "millpond_loads_voided_total": loads.voided,

@@ -25,6 +25,7 @@ from millpond.core.node_messages import (
     Put,
     PutClose,
     PutSlots,
+    SnapshotPut,
 )
 from millpond.store.chain import BlockChain
 from tests.unit.serve.node.rig import (
@@ -218,6 +219,19 @@ def test_what_nobody_has_is_absent(made: Rig):
     request = rank.order(5)
     assert rank.answer(request) == Loaded(request, 0, 0, refused="absent")
     assert daemon.daemon.counts.refused == {"absent": 1}
+
+
+def test_what_was_put_right_before_the_end_arrives(made: Rig):
+    daemon = made.start()
+    for number in range(1, 21):
+        rank = made.rank(daemon, num_put_slots=1)
+        of = chain(1, 1_000_000 * number)
+        for _ in range(12):  # states on their way before it keep the line busy
+            rank.client.snapshot(SnapshotPut(identity(of), of.digests[0], 128, bytes(1 << 20)))
+        rank.put(of, request=f"last {number}")
+        rank.client.stop()
+        poll(lambda number=number: daemon.daemon.counts.puts == number, f"the last block of rank {number}", 5)
+    daemon.check()
 
 
 # --- leases --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from millpond.core.hashing import BLOCK_HASH_BYTES, HashChain
 from millpond.core.request import StateRestore
 from millpond.engine.model.engine import MemoryPlan, V41Engine
 from tests.unit.engine.model.tiny_v41 import EXACT, prompt, tiny_model
+from tests.unit.serve.node.rig import poll
 from tests.unit.serve.workers.kv_service import IDENTITY, kv_service
 
 
@@ -133,3 +134,15 @@ def test_states_travel_with_the_load_and_are_counted(model):
         assert kept == 2  # after 128 tokens of the prompt, and while decoding after 256
         warm.ask("b", first + answer.token_ids, 1)
         assert warm.group.loaded[-1].state_position == 256
+
+
+def test_states_that_no_daemon_was_there_to_keep_are_counted(model):
+    with kv_service() as service:
+        warm = Warm(service, model)
+        node = warm.group.kv.node
+        service.daemon.end()
+        poll(lambda: node.epoch == 0, "its end is noticed")
+        service.ask("a", ids(300), 2)
+        num_states = warm.group.kv.counters()["millpond_persist_states_total"]
+        assert num_states > 0
+        poll(lambda: warm.group.kv.counters()["millpond_persist_states_lost_total"] == num_states, "all")
