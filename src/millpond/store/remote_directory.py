@@ -2,13 +2,15 @@
 
 Nothing that is published waits for the network: what this host keeps is remembered here, and a thread tells
 the directory about changes, many at a time. A directory that does not know this host (it has restarted, or
-did not hear from us for a while) is told everything.
+did not hear from us for a while) is told everything. One that does is told a little of it again with every
+sign of life: it names one host for each block, and forgets that we have it too until that one drops it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +40,8 @@ BEAT_S = 1.0
 """Between two signs of life."""
 BATCH = 4096
 """Changes in one message."""
+NUM_AGAIN = 512
+"""Blocks that are told again with a sign of life: few, for there may be many hosts."""
 MAX_GONE = 1 << 16
 """Blocks that have left and of which the directory was not told yet. Beyond, it finds out by itself: what it
 says is a hint."""
@@ -98,7 +102,8 @@ class RemoteDirectory:
         self._name = ""
         self._host: DramHost | None = None
         self._others: dict[str, DramHost] = {}
-        self._kept: dict[bytes, SlotRef] = {}
+        self._kept: OrderedDict[bytes, SlotRef] = OrderedDict()
+        """Those that are to be told again first come first."""
         self._changed: dict[bytes, None] = {}
         """Hashes in the order of their first change; what became of them says `_kept`."""
         self._is_closed = False
@@ -214,10 +219,13 @@ class RemoteDirectory:
         except MillpondError as error:
             self._count_failure(error)
             return False
-        if isinstance(answer, Done) and answer.count:
-            self.counts.joins += 1
-            with self._lock:
-                self._changed |= dict.fromkeys(self._kept)
+        is_new = isinstance(answer, Done) and answer.count > 0
+        self.counts.joins += is_new
+        with self._lock:
+            again = list(islice(self._kept, None if is_new else NUM_AGAIN))
+            self._changed |= dict.fromkeys(again)
+            for block_hash in again:
+                self._kept.move_to_end(block_hash)
         return True
 
     def _tell(self, host: DramHost) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from millpond.core.errors import BadFrame, DataError, InvalidRequest, StaleEpoch
 from millpond.core.units import SECOND_NS
+from millpond.store import remote_directory
 from millpond.store.dram_arena import SlotRef
 from millpond.store.dram_directory import DramHost, DramPlace
 from millpond.store.files import DiskFiles
@@ -179,6 +180,24 @@ def test_hosts_see_what_others_keep(tmp_path: Path, closing, count: int):
         a.publish([(NAMES[2], place("a", 6, 3))])
         wait_until(lambda: b.find(NAMES[1] + NAMES[2]) == [None, place("a", 6, 3)], "a new life")
         assert b.host("a") == DramHost("a:1", 6)
+
+
+def test_a_block_of_two_hosts_is_found_when_the_first_one_drops_it(
+    tmp_path: Path, closing, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote_directory, "NUM_AGAIN", 3)
+    with shards(tmp_path, 1) as made:
+        a, b, c = (closing(remote(made, name, 5)) for name in ("a", "b", "c"))
+        hashes = b"".join(NAMES[:8])
+        a.publish([(name, place("a", 5, slot)) for slot, name in enumerate(NAMES[:8])])
+        wait_until(lambda: None not in c.find(hashes), "published")
+        b.publish([(name, place("b", 5, slot)) for slot, name in enumerate(NAMES[:8])])
+        wait_until(lambda: b.counts.told >= 8, "told")
+        assert c.find(hashes) == [place("a", 5, slot) for slot in range(8)], "the first one stays"
+        for slot, name in enumerate(NAMES[:8]):
+            assert a.swap(name, place("a", 5, slot), None)
+        expected = [place("b", 5, slot) for slot in range(8)]
+        wait_until(lambda: c.find(hashes) == expected, "the second one is named")
 
 
 def test_states_are_found_by_their_own_address(tmp_path: Path, closing):
