@@ -52,13 +52,23 @@ def _lock_path(path: Path) -> Path:
 
 def _lock(path: Path) -> int | None:
     """A descriptor of the lock; None if another process has it."""
-    file = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    while True:
+        file = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        if _is_at(file, _lock_path(path)):
+            return file
+        os.close(file)  # who had it has removed it since we opened it: others lock another one
+
+
+def _is_at(file: int, path: Path) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _remove_dead(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,31 @@ def test_a_living_daemon_keeps_its_arena_and_a_dead_one_leaves_nothing(tmp_path:
     assert not path.exists()
     other.path.touch()
     other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_lock_that_was_removed_while_it_was_taken_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_made_anew: bool
+):
+    """Its holder ends between our opening and our locking; perhaps a third one has come meanwhile."""
+    flock = fcntl.flock
+    third: list[ArenaFile] = []
+
+    def flock_late(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (lock,) = tmp_path.glob("*.lock")
+        lock.unlink()
+        if is_made_anew:
+            third.append(ArenaFile(tmp_path, "h0"))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    if not is_made_anew:
+        third.append(ArenaFile(tmp_path, "h0"))
+    with pytest.raises(ConfigError, match="already"):
+        ArenaFile(tmp_path, "h0")
+    third[0].close()
     assert list(tmp_path.iterdir()) == []
 
 
