@@ -20,7 +20,8 @@ from millpond.core.errors import InvariantBroken
 from millpond.core.node_messages import Load, NodeHello, Slot
 from millpond.core.units import SECOND_NS
 
-PATIENCE_NS = SECOND_NS // 2
+PATIENCE_NS = 2 * SECOND_NS
+"""For room in a memory full of what the disks have not taken yet."""
 
 
 class LoadStage(Enum):

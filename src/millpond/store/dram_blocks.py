@@ -184,7 +184,7 @@ class DramBlocks:
         """Hold blocks: those that are here or come already, and slots for the others.
 
         Raises:
-            ArenaFull: No room for all of them. None is held.
+            ArenaFull: No room for all of them. None is held. Code `dram.pinned`: there is once other loads end.
         """
         here = [held for name in names if (held := self._held.get(name)) is not None]
         num_new = len(names) - len(here)
@@ -196,7 +196,9 @@ class DramBlocks:
         if num_new > self.num_available:
             for held in here:
                 self.unpin(held)
-            raise ArenaFull(f"no room for {num_new} blocks", code="dram.full")
+            num_coming = sum(not held.is_dirty for held in self._pinned.difference(here))
+            code = "dram.pinned" if num_new <= self.num_available + num_coming else "dram.full"
+            raise ArenaFull(f"no room for {num_new} blocks", code=code)
         pinned: list[HeldBlock] = []
         for name in names:
             held = self._held.get(name)

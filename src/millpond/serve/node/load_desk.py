@@ -155,9 +155,9 @@ class LoadDesk:
         if load.takes_slots:
             try:
                 return loader.begin(chain, located, deadline_ns=until_ns)
-            except ArenaFull:
-                if not load.takes_less:
-                    raise
+            except ArenaFull as error:
+                if not load.takes_less or error.code != "dram.full":
+                    raise  # room comes with the end of other loads
         num_here, num_asked = loader.num_here(chain), len(chain.digests)
         if not num_here or (num_here < num_asked and not load.takes_less):
             raise ArenaFull(f"{num_asked - num_here} blocks need a new slot", code="dram.full")

@@ -34,6 +34,7 @@ _FALLBACKS = (
     "millpond_node_blocks_given_up_total",
     "millpond_node_puts_skipped_total",
     "millpond_persist_skipped_total",
+    "millpond_persist_states_lost_total",
     "millpond_swap_in_broken_total",
     "millpond_loads_refused_total",
     "millpond_loads_voided_total",

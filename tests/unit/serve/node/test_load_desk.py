@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,14 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from millpond.control.node_leases import PATIENCE_NS
 from millpond.core.errors import MillpondError
+from millpond.core.ids import RequestId
 from millpond.core.node_messages import LoadAccepted, LoadCancel, LoadDone, NodeHello, NodeWelcome
 from millpond.store.chain import BlockChain, Hit
 from millpond.store.net.messages import Location, Matched
 from tests.unit.serve.node.rig import PARAMS, Daemon, RawPeer, Rig, chain, poll, rig
 from tests.unit.store.pool_cluster import LAYOUT
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 """Ten times what may be noticed."""
 MORE = chain(5, 100_000)
 
@@ -71,6 +74,26 @@ def test_a_load_that_is_in_memory_does_not_wait_for_one_that_finds_no_room(made:
     assert full.daemon.leases.num_waiting == 1, "nothing of it is in memory: it waits for room"
     assert not full.daemon.counts.shortened
     full.check()
+
+
+def test_a_load_waits_for_the_whole_of_what_another_one_holds(made: Rig):
+    """Memory is not full of what cannot leave: what is here is not taken instead of all."""
+    daemon = made.start(num_slots=64, params=replace(PARAMS, lease_s=600))
+    rank = made.rank(daemon)
+    for num_blocks, first_id in ((48, 0), (40, 100_000)):
+        rank.put(chain(num_blocks, first_id), request=f"p{first_id}")
+    poll(lambda: daemon.memory.level.num_waiting == 0, "all is on the disks")
+    peer = raw(made, daemon)
+    peer.load(chain(40, 100_000), 1, deadline_s=60)
+    assert peer.expect(LoadDone, LIMIT_S).num_blocks == 40
+    peer.load(chain(48), 2, deadline_s=60)
+    begin_ns = time.monotonic_ns()
+    poll(lambda: time.monotonic_ns() - begin_ns > 1.5 * PATIENCE_NS, "it has waited for long")
+    assert daemon.daemon.leases.num_waiting == 1
+    peer.send(LoadCancel(RequestId("raw1"), 0, 1))
+    assert peer.expect(LoadDone, LIMIT_S).num_blocks == 48
+    assert not daemon.daemon.counts.shortened
+    daemon.check()
 
 
 def test_a_load_that_finds_no_room_goes_on_with_what_is_in_memory(made: Rig, full: Daemon):
