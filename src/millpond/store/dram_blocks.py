@@ -184,7 +184,7 @@ class DramBlocks:
         """Hold blocks: those that are here or come already, and slots for the others.
 
         Raises:
-            ArenaFull: No room for all of them. None is held. Code `dram.pinned`: there is once other loads end.
+            ArenaFull: No room for all of them. None is held. Code `dram.pinned`: other loads hold the room.
         """
         here = [held for name in names if (held := self._held.get(name)) is not None]
         num_new = len(names) - len(here)
