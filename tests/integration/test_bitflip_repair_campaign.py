@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,20 @@ def _heal(cluster: NodeCluster) -> int:
     healer = Healer(pool)
     while healer.run():
         pass
-    scrub = Scrub(pool.links, pool.pool_map, ScrubParams(share=1.0))
-    scrub.run(NodeId(name) for name in cluster.nodes)
+    num_scrubbed = _scrub(cluster)
     rebuild = Rebuild(pool.links, pool.pool_map, None, params=FULL_SPEED, unix_s=cluster.clock.unix_s)
     rebuild.run()
     assert not rebuild.progress.lost + rebuild.progress.failed
-    return healer.counts.healed + scrub.progress.healed + rebuild.progress.rebuilt
+    return healer.counts.healed + num_scrubbed + rebuild.progress.rebuilt
+
+
+def _scrub(cluster: NodeCluster) -> int:
+    """Scrub every record; how many were healed. A node that was restarted may not be reached at once."""
+    pool, num_healed, until_ns = cluster.pool, 0, soon(60)
+    while True:
+        progress = Scrub(pool.links, pool.pool_map, ScrubParams(share=1.0)).run(map(NodeId, cluster.nodes))
+        num_healed += progress.healed
+        if not progress.silent_nodes + progress.unread:
+            return num_healed
+        assert time.monotonic_ns() < until_ns, progress
+        time.sleep(0.1)  # the interval of a poll with a deadline
