@@ -52,7 +52,9 @@ class ShardPeer:
         self.faults = Faults()
         self.records: dict[tuple[bytes, int, int, int], bytes] = {}
         self.num_reads = 0
-        self._open(0)
+        # Holds the port while the peer is closed: nobody's connection may have it meanwhile.
+        self._place = _bound_socket(0)
+        self._open()
 
     @property
     def is_open(self) -> bool:
@@ -60,10 +62,11 @@ class ShardPeer:
 
     def reopen(self) -> None:
         """Start again where it was, with the shards it has."""
-        self._open(int(self.address.rpartition(":")[2]))
+        self._open()
 
-    def _open(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", port))
+    def _open(self) -> None:
+        self._listener = _bound_socket(self._place.getsockname()[1])
+        self._listener.listen()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._streams: list[FrameSocket] = []
         self._threads = [threading.Thread(target=self._accept, name=f"peer {self.name}")]
@@ -150,3 +153,14 @@ class ShardPeer:
         if self.faults.short:
             del body[-64:]
         return ShardData(header.header_bytes, header.generation), bytes(body)
+
+
+def _bound_socket(port: int) -> socket.socket:
+    """Bound to a port of ours, or for 0 to one that nobody has, and that others of ours may share later."""
+    made = socket.socket()
+    if port:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(("127.0.0.1", port))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return made

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -126,14 +126,18 @@ def connection(server) -> Iterator[Connection]:
 RECORDS = [make_record(i, row_bytes=ROWS) for i in range(30)]
 
 
-def test_shards_are_put_read_listed_and_dropped(server: NodeServer, connection: Connection):
+def test_shards_are_put_read_listed_and_dropped(
+    server: NodeServer, connection: Connection, wait_until: Callable[..., None]
+):
     assert {put(connection, record) for record in RECORDS} == {Done(1)}
     assert [read(connection, record.key) for record in RECORDS] == [record.payload for record in RECORDS]
+    num_read = sum(len(record.payload) for record in RECORDS)
+    wait_until(lambda: server.read_bytes >= num_read, "the last answer is counted: it went before")
     status = call(connection, NodeStatusQuery()).message
     assert isinstance(status, NodeStatus)
     assert (status.node, status.boot, status.num_shards) == ("s0", 7, 30)
     assert (status.accepts_writes, status.targets_failed) == (True, ())
-    assert status.read_bytes == sum(len(record.payload) for record in RECORDS)
+    assert status.read_bytes == num_read
     assert status.written_bytes > status.read_bytes
     assert all(target.num_shards for target in server.node.targets), "one target holds nothing"
     assert call(connection, DropShard(*RECORDS[0].key)).message == Done(1)
