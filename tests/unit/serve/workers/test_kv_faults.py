@@ -95,6 +95,11 @@ class Stored:
         refused = sum(self.metric(f"loads_refused_total:{name}") for name in names)
         return self.metric("node_loads_shortened_total") + refused - self._num_before
 
+    def check_fallbacks(self, count: float) -> None:
+        """So many are counted, and no more: the daemon counts a moment after the rank has gone on."""
+        poll(lambda: self.num_fallbacks >= count, "a fallback is counted")
+        assert self.num_fallbacks == count
+
     def keep(self, name: str, prompt: array[int], kv: KvIdentity = IDENTITY) -> None:
         """Have a prompt's blocks on the disks."""
         self.service.ask(name, prompt, 1, kv=kv)
@@ -197,7 +202,7 @@ def test_bug_34_a_store_that_fails_costs_the_hit_and_is_counted(stored: Stored, 
     STORE_FAULTS[fault](stored.peers)
     assert stored.ask("b", words(NUM_WORDS)).num_cached_tokens == 0
     assert stored.metric("node_blocks_loaded_total:pool") == 0
-    assert stored.num_fallbacks == 1
+    stored.check_fallbacks(1)
     stored.check_rest()
     for peer in stored.peers:
         peer.faults = Faults()
@@ -225,7 +230,7 @@ def test_bug_32_records_of_another_extent_are_no_hit(stored: Stored, whose: KvId
     for peer in stored.peers:
         peer.records |= {key: theirs[key[2]] for key in before[peer.name]}
     assert stored.ask("b", words(NUM_WORDS)).num_cached_tokens == 0
-    assert stored.metric("node_loads_shortened_total") == 1
+    stored.check_fallbacks(1)
 
 
 def test_another_tenants_place_of_the_same_words_is_no_hit(stored: Stored):
@@ -241,7 +246,7 @@ def test_another_tenants_place_of_the_same_words_is_no_hit(stored: Stored):
     located = msgspec.msgpack.encode(found)
     answer = stored.ask("b", words(NUM_WORDS), kv=OTHERS, cached=CachedPrefix(NUM_STORED, located))
     assert answer.num_cached_tokens == 0
-    assert stored.num_fallbacks == 1
+    stored.check_fallbacks(1)
 
 
 # --- a slow layer -----------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ def test_slow_nodes_are_waited_for_or_done_without(stored: Stored):
     for peer in stored.peers:
         peer.faults = Faults(delay_s=3 * DEADLINE_S)
     assert stored.ask("c", words(NUM_WORDS)).num_cached_tokens == 0
-    assert stored.num_fallbacks == 1
+    stored.check_fallbacks(1)
 
 
 # --- the daemon and its arena -----------------------------------------------------------------------
@@ -385,7 +390,7 @@ def test_a_load_for_which_the_arena_has_no_room_is_computed(stored: Stored):
         poll(lambda: events and level.blocks.num_available < 5, "the arena is full")
         num_before = stored.num_fallbacks
         assert stored.ask("b", words(NUM_WORDS)).num_cached_tokens == 0
-        assert stored.num_fallbacks == num_before + 1
+        stored.check_fallbacks(num_before + 1)
         other.end(RequestId("x"), 0)
         poll(lambda: level.blocks.num_pinned == 0, "it was given back")
         assert stored.ask("c", words(NUM_WORDS)).num_cached_tokens == NUM_STORED
@@ -417,7 +422,7 @@ def test_a_load_that_had_no_room_while_others_computed_is_had_in_its_turn(tmp_pa
 def test_a_prefix_that_nobody_has_is_computed(stored: Stored):
     """The gateway was told of it, and it has gone since."""
     assert stored.ask("b", words(NUM_WORDS, seed=4)).num_cached_tokens == 0
-    assert stored.num_fallbacks == 1
+    stored.check_fallbacks(1)
 
 
 @contextmanager
@@ -447,4 +452,4 @@ def test_a_host_that_has_not_what_the_directory_says(stored: Stored, answers: st
         with lying_directory(stored, chain.hashes, address):
             answer = stored.ask("b", prompt)
     assert answer.num_cached_tokens == (NUM_STORED if is_on_disk else 0)
-    assert stored.num_fallbacks == (0 if is_on_disk else 1)
+    stored.check_fallbacks(0 if is_on_disk else 1)
