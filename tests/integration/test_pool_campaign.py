@@ -16,6 +16,7 @@ from millpond.control.extent_write import WriteEnd
 from millpond.core.chance import Chance
 from millpond.store.metadata.client import MetadataClient
 from millpond.store.net.messages import MetadataStatus
+from millpond.store.net.node_link import NodeLink
 from millpond.store.pool import Pool
 from millpond.store.pool_settings import PoolParams, PoolSettings
 from tests.integration.pool_load import (
@@ -155,6 +156,7 @@ def _check_rest(
     for pool in pools:
         wait_until(lambda pool=pool: pool.num_free_buffers == SETTINGS.pool.num_buffers, "buffers are back")
         wait_until(lambda pool=pool: pool.client.reads.in_flight_bytes == 0, "nothing is in flight")
+        wait_until(lambda pool=pool: _reaches_all(pool), "all nodes are reached", deadline_s=60)
     for process in [*processes.nodes, processes.metadata]:
         process.assert_alive()
 
@@ -166,6 +168,14 @@ def _check_rest(
         )
 
     wait_until(is_at_rest, "leases and pins are over", deadline_s=60)
+
+
+def _reaches_all(pool: Pool) -> bool:
+    """A node that was away for long is called again only some seconds after it is back."""
+    links = [link for link in pool.links.values() if isinstance(link, NodeLink)]
+    for link in links:
+        link.dial()
+    return len(links) == len(pool.links) and all(link.is_up for link in links)
 
 
 def _check_works(client: LoadClient) -> None:
