@@ -212,16 +212,19 @@ def test_lost_extents_are_forgotten_and_can_be_written_again(made: Cluster):
     assert made.read(chain)[1].num_blocks == 64
 
 
-def test_a_silent_metadata_does_not_hold_up_a_get_that_found_losses(made: Cluster):
+def test_a_silent_metadata_does_not_hold_up_a_get_that_found_losses():
     chain = chain_of(128)
-    made.put(chain)
-    hit = made.pool.match(chain)
-    for peer in made.peers.values():
-        peer.records.clear()
-    made.metadata.is_silent = True
-    began_ns = time.monotonic_ns()
-    result = made.pool.get(hit, Recorder(empty_blocks(128)), deadline_ns=soon(0.2))
-    assert time.monotonic_ns() - began_ns < 1.4e9  # each of four calls would wait 2 s
+    patient = replace(SETTINGS.pool, metadata_s=15.0)  # what each of four calls would wait
+    with cluster(pool=patient) as made:
+        made.put(chain)
+        hit = made.pool.match(chain)
+        for peer in made.peers.values():
+            peer.records.clear()
+        made.metadata.is_silent = True
+        began_ns = time.monotonic_ns()
+        result = made.pool.get(hit, Recorder(empty_blocks(128)), deadline_ns=soon(0.2))
+        assert time.monotonic_ns() - began_ns < 10e9
+        made.metadata.is_silent = False
     assert len(result.gone) > 0
     assert result.num_blocks == 0
 
@@ -236,7 +239,7 @@ def test_a_metadata_that_falls_silent_during_a_put_does_not_hold_it_up(made: Clu
     began_ns = time.monotonic_ns()
     results = made.pool.put(chain, 0, blocks_of(chain), deadline_ns=soon(0.4))
     silence.join()
-    assert time.monotonic_ns() - began_ns < 2.4e9  # eight leases, each given a second, would take 8 s
+    assert time.monotonic_ns() - began_ns < 6e9  # eight leases, each given a second, would take 8 s
     assert {result.result for result in results} == {WriteEnd.LATE}
 
 
