@@ -24,7 +24,7 @@ from millpond.core.units import SECOND_NS
 from millpond.serve.keys import make_keys
 from millpond.serve.rpc import Connected, Dealer, Network, Pull, Push, Router, Wakeup, wait_any
 
-DEADLINE_S = 10
+DEADLINE_S = 30
 Got = TypeVar("Got")
 HELLO = events.GatewayUp(GatewayId("g0"))
 CANCEL = events.Cancel(RequestId("r"))

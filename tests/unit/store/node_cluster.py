@@ -102,7 +102,7 @@ class NodeCluster(Cluster):
         self.pool.close()
         self.pool = self.stack.enter_context(self.connect())
 
-    def wait_up(self, deadline_s: float = 20.0) -> None:
+    def wait_up(self, deadline_s: float = 60.0) -> None:
         """Wait until all nodes that run can be reached again."""
         end = time.monotonic() + deadline_s
         running = [name for name, node in self.nodes.items() if node.is_running]

@@ -45,7 +45,7 @@ ENDPOINT = "node.sock"
 Got = TypeVar("Got")
 
 
-def poll(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+def poll(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
     end_ns = time.monotonic_ns() + int(deadline_s * 1e9)
     while not condition():
         assert time.monotonic_ns() < end_ns, f"not within {deadline_s} s: {what}"

@@ -22,7 +22,7 @@ from millpond.serve.transfer.receiver import HandoffReceiver
 from millpond.serve.transfer.sender import HandoffSender
 
 TOKEN = b"t" * 32
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 class BytesEngine:
