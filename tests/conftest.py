@@ -35,7 +35,7 @@ def num_rounds(request: pytest.FixtureRequest) -> int:
 def wait_until() -> Callable[..., None]:
     """Poll a condition until it holds; fail, naming it, when the deadline passes."""
 
-    def wait(condition: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+    def wait(condition: Callable[[], object], what: str, deadline_s: float = 10.0) -> None:
         end_ns = time.monotonic_ns() + int(deadline_s * 1e9)
         while not condition():
             if time.monotonic_ns() > end_ns:
